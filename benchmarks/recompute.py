@@ -63,7 +63,7 @@ def compared(
     contenders = {name: Contender(task, recompute=how) for name, how in ways.items()}
     times = in_turns(contenders, turns, steps)
     peaks = {name: each.peak() for name, each in contenders.items()}
-    said = contenders[budget].engine.recomputing.words
+    said = contenders[budget].engine.recomputing.description
     for each in contenders.values():
         each.close()
     return times, peaks, said

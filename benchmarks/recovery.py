@@ -70,19 +70,19 @@ class Counted(nn.Module):
         super().__init__()
         self.model = model
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        self._told = False
+        self._is_written = False
 
     def forward(self, images: Tensor) -> Tensor:
         if self.training:
-            self._tell(int(self.steps))
+            self._report(int(self.steps))
             self.steps += 1
         scores: Tensor = self.model(images)
         return scores
 
-    def _tell(self, step: int) -> None:
+    def _report(self, step: int) -> None:
         place, rank = Path(os.environ[PLACE]), os.environ["RANK"]
-        if not self._told:
-            self._told = True
+        if not self._is_written:
+            self._is_written = True
             partial = place / f"partial-{rank}"
             partial.write_text(str(os.getpid()))
             partial.replace(place / f"pid-{rank}")

@@ -23,10 +23,10 @@ from evener.errors import ShareError
 from tests.balance.simulator import Rank, Step, simulate, slow_between
 
 
-def together(voices: Sequence[SpeedReport]) -> SpeedReport:
-    """What the ranks hear when all have told."""
-    added = [sum(column) for column in zip(*(voice.added for voice in voices), strict=True)]
-    greatest = [max(column) for column in zip(*(voice.greatest for voice in voices), strict=True)]
+def together(reports: Sequence[SpeedReport]) -> SpeedReport:
+    """The reports of all ranks, reduced as a step reduces them."""
+    added = [sum(column) for column in zip(*(report.added for report in reports), strict=True)]
+    greatest = [max(column) for column in zip(*(report.greatest for report in reports), strict=True)]
     return SpeedReport(tuple(added), tuple(greatest))
 
 
@@ -55,9 +55,9 @@ class Crowd(Balancer):
         self.looks += asks
         parts = [self.part_of[rank] for rank in range(len(self.ranks))]
         own = zip(self.ranks, parts, seconds, strict=True)
-        told = together([each.voice(sizes[part], time) for each, part, time in own])
+        reduced = together([each.voice(sizes[part], time) for each, part, time in own])
         for rank, each in enumerate(self.ranks):
-            each.hear(step, sizes, seconds[rank], told, lines)
+            each.hear(step, sizes, seconds[rank], reduced, lines)
 
     @property
     def decisions(self) -> Sequence[Decision]:

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from evener.distributed import file_descriptors as descriptors
-from evener.distributed.file_descriptors import make_room, shortage_words
+from evener.distributed.file_descriptors import make_room, shortage_message
 from evener.distributed.launch.launch import launch
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError, RankError
@@ -32,8 +32,8 @@ def makes_a_group_without_descriptors() -> None:
 
 
 def test_a_process_that_may_open_more_has_nothing_said_of_it() -> None:
-    assert shortage_words() == ""
-    assert shortage_words(2**22 + 1) == ""
+    assert shortage_message() == ""
+    assert shortage_message(2**22 + 1) == ""
 
 
 def test_a_native_error_for_want_of_descriptors_says_so() -> None:

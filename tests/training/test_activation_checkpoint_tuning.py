@@ -86,7 +86,7 @@ def trained(task: Any, recompute: str | None, steps: int = 7, **settings: Any) -
     with Engine(task(), recompute=recompute, steps=steps, observers=[told], **settings) as engine:
         losses = [engine.step(batch).loss for batch in engine.batches()]
         state = {name: value.detach().clone() for name, value in engine.learner.tensors().items()}
-        return {"losses": losses, "state": state, "told": told.words, "words": engine.recomputing.words}
+        return {"losses": losses, "state": state, "told": told.words, "words": engine.recomputing.description}
 
 
 def pair(task: Any, recompute: str, **settings: Any) -> tuple[float, list[str], str]:

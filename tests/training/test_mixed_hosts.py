@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from evener.collectives.native import Native
 from evener.collectives.registry import default
+from evener.core.records import Note
 from evener.core.task.task import Task
 from evener.distributed.mesh import Mesh
 from evener.distributed.session import Session
@@ -47,8 +49,9 @@ def two_hosts() -> Iterator[Session]:
 
 def trained(
     mixed: bool, disturb: Any = None, make: Callable[[], Task] = lambda: brittle(None), **settings: Any
-) -> tuple[float, list[Any], str]:
-    """The sum of the weights, what observers were told, and what summed the gradients.
+) -> tuple[float, list[Any], tuple[str, ...]]:
+    """The sum of the weights, the records of observers, and the all-reduces of this rank: outer, inside and between
+    hosts.
 
     Args:
         disturb: A hook of the optimizer's on rank 3, after each of its steps.
@@ -62,8 +65,15 @@ def trained(
                 engine.learner.optimizer.register_step_post_hook(disturb)
             for batch in engine.batches():
                 engine.step(batch)
-            words = engine.learner.synchronizer.words
-            return sum(float(p.detach().sum()) for p in engine.model.parameters()), told.told, words
+            weights = sum(float(p.detach().sum()) for p in engine.model.parameters())
+            return weights, told.told, levels(engine)
+
+
+def levels(engine: Engine) -> tuple[str, ...]:
+    """Names of the all-reduce that sums a rank's gradients, and of those inside its host and between hosts."""
+    outer = engine.learner.synchronizer._all_reduce  # type: ignore[attr-defined]
+    parts = [getattr(outer, part, None) for part in ("_inner", "_between")]
+    return (outer.name, *("" if part is None else part.name for part in parts))
 
 
 def round_differently(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -78,21 +88,34 @@ def corrupt(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def test_hosts_that_sum_in_their_own_ways_train_as_one(ranks: Any) -> None:
+    """The first rank of each host exchanges its host's sum. Ranks of one kind have one all-reduce for all."""
     alike, mixed = ranks(4).run(trained, False), ranks(4).run(trained, True)
     assert {weights for weights, *_ in mixed} == {mixed[0][0]}
     assert mixed[0][0] == pytest.approx(alike[0][0], rel=1e-12)
-    (words,) = {words for *_, words in mixed}
-    assert words == "two-level (between hosts ring, inside 1 of 2 shared-memory, inside 1 of 2 native)"
-
-
-def test_devices_that_round_differently_are_brought_together_and_told_once(ranks: Any) -> None:
-    found = ranks(4).run(trained, True, round_differently, check_replicas=3)
-    assert len({weights for weights, *_ in found}) == 1
-    notes = [record.words for kind, record in found[0][1] if kind == "event"]
-    assert [text for text in notes if "round differently" in text] == [
-        "devices of different kinds round differently, so that their weights come apart in the last bits: all have "
-        "those of rank 0 again, as after every 3 steps; on_replica_mismatch and check_replicas change that"
+    assert [found for *_, found in mixed] == [
+        ("two-level", "shared-memory", "ring"),
+        ("two-level", "shared-memory", ""),
+        ("two-level", "native", "ring"),
+        ("two-level", "native", ""),
     ]
+    assert [found for *_, found in alike] == [("shared-memory", "", "")] * 4
+
+
+def test_devices_that_round_differently_are_brought_together_and_reported_once(ranks: Any) -> None:
+    """Twelve steps are compared four times. The first comparison finds the difference of rank 3, and reports it."""
+    found = ranks(4).run(trained, True, round_differently, check_replicas=3)
+    undisturbed = ranks(4).run(trained, True, check_replicas=3)
+    assert len({weights for weights, *_ in found}) == 1
+    assert found[0][0] == pytest.approx(undisturbed[0][0], rel=1e-12)
+    notes = [record for kind, record in found[0][1] if kind == "event"]
+    assert [(type(note), note.step) for note in notes] == [(Note, 3)]
+    assert set(re.findall(r"\d+|\w+_\w+", notes[0].words)) == {
+        "0",
+        "3",
+        "on_replica_mismatch",
+        "check_replicas",
+    }
+    assert [record for kind, record in undisturbed[0][1] if kind == "event"] == []
 
 
 def corrupted() -> str:

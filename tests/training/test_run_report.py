@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from evener.training.run_report import RankPart, waiting_words
+from evener.training.run_report import RankPart, waiting_message
 
 
 @pytest.mark.parametrize(
@@ -21,5 +21,5 @@ from evener.training.run_report import RankPart, waiting_words
 )
 def test_the_summary_names_who_waited(waited: list[float], workers: int, words: str) -> None:
     parts = [RankPart("cpu", {"input_seconds": seconds}, workers, {}, 0, 0) for seconds in waited]
-    assert waiting_words(parts, 10.0) == words
-    assert waiting_words(parts, 0.0) == ""
+    assert waiting_message(parts, 10.0) == words
+    assert waiting_message(parts, 0.0) == ""

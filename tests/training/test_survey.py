@@ -224,4 +224,4 @@ def headed(hosts: tuple[str, ...], slow: int) -> str:
 
 def test_every_host_looks_at_itself(ranks: Any) -> None:
     told = ranks(3).run(headed, ("a", "b", "c"), 2)
-    assert told == [f"host c: {SLOW.words}"] * 3
+    assert told == [f"host c: {SLOW.message}"] * 3

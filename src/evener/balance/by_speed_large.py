@@ -86,7 +86,7 @@ class BySpeedOfMany(Controller):
         super().__init__(world_size, **limits)
 
     def _know_nothing(self) -> None:
-        self._told = np.zeros((self.world_size, WIDTH))
+        self._rows = np.zeros((self.world_size, WIDTH))
         self._model, self._ratio = SpeedModel(), 1.0
         self._stirs = self._stirred = self.asks = False
 
@@ -121,7 +121,7 @@ class BySpeedOfMany(Controller):
         step: int,
         sizes: Sequence[int],
         seconds: float,
-        told: SpeedReport,
+        reduced: SpeedReport,
         lines: Sequence[Sequence[float]] = (),
     ) -> None:
         """Learns from one step. All ranks must call this for every step, in order.
@@ -130,13 +130,13 @@ class BySpeedOfMany(Controller):
             step: The number of the step.
             sizes: The shares of the step.
             seconds: Compute time of this rank; NaN if not measured.
-            told: The reports of all ranks, reduced by sum and by maximum.
+            reduced: The reports of all ranks, reduced by sum and by maximum.
             lines: If ``asks`` was True, the :meth:`line` of every rank.
         """
         if not self._notices(step, sizes):
             return
-        self._learn(sizes[self._own], seconds, told)
-        slowest, unknown, stirred = told.greatest
+        self._learn(sizes[self._own], seconds, reduced)
+        slowest, unknown, stirred = reduced.greatest
         if stirred and not self._stirred:
             self._look_early()
         self._stirred |= bool(stirred)
@@ -150,8 +150,8 @@ class BySpeedOfMany(Controller):
         elif self._is_time_to_look(step):
             self.asks = True
 
-    def _learn(self, n: int, seconds: float, told: SpeedReport) -> None:
-        now = _median(told.added, self._level)
+    def _learn(self, n: int, seconds: float, reduced: SpeedReport) -> None:
+        now = _median(reduced.added, self._level)
         self._level += (now - self._level) / LEVEL_STEPS
         ratio = self._model.observe(n, seconds / math.exp(now), self._doubt.sudden)
         if ratio is not None:
@@ -164,12 +164,12 @@ class BySpeedOfMany(Controller):
         of_teams = rows[self._teams]
         n = np.array(sizes)[:, None]
         slowest = np.argmax(of_teams[..., 1] + of_teams[..., 2] * n, axis=1)
-        self._told = of_teams[np.arange(len(of_teams)), slowest]
+        self._rows = of_teams[np.arange(len(of_teams)), slowest]
         changed = np.flatnonzero(self._column("known") * (self._column("ratio") != 1.0))
         self._changed = {int(part): float(self._column("ratio")[part]) for part in changed}
 
     def _column(self, name: str) -> Array:
-        column: Array = self._told[:, _Row._fields.index(name)]
+        column: Array = self._rows[:, _Row._fields.index(name)]
         return column
 
     # What is known
@@ -184,8 +184,8 @@ class BySpeedOfMany(Controller):
         if not known.any():
             return Lines.even(self.world_size)
         straight = [self._column(name) for name in ("overhead_seconds", "seconds_per_sample")]
-        told = self._told[:, len(_Row._fields) :]
-        pairs = [(told[:, 2 * at], told[:, 2 * at + 1]) for at in range(CLIFFS)]
+        columns = self._rows[:, len(_Row._fields) :]
+        pairs = [(columns[:, 2 * at], columns[:, 2 * at + 1]) for at in range(CLIFFS)]
         cliffs = tuple((np.where(sizes > 0, sizes, math.inf), least) for sizes, least in pairs if sizes.any())
         overhead, price = (np.where(known, each, np.median(each[known])) for each in straight)
         return Lines(overhead, price, cliffs)
@@ -221,15 +221,15 @@ class BySpeedOfMany(Controller):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the lines that were last sent. What ranks have learned since then is not included."""
-        return {"lines": self._told.tolist()}
+        return {"lines": self._rows.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the lines of the parts that still exist, and starts learning again with them as prior."""
-        told = np.array(state.get("lines", ()))[: self.world_size]  # absent in another balancer's state
+        saved = np.array(state.get("lines", ()))[: self.world_size]  # absent in another balancer's state
         self._know_nothing()
         self._restart()
-        self._told[: len(told)] = told.reshape(-1, WIDTH)
-        row = _Row(*self._told[self._own, : len(_Row._fields)])
+        self._rows[: len(saved)] = saved.reshape(-1, WIDTH)
+        row = _Row(*self._rows[self._own, : len(_Row._fields)])
         self._model, self._ratio, self._stirs, self._stirred, self.asks = (
             SpeedModel(),
             1.0,

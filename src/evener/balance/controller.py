@@ -259,7 +259,7 @@ class Controller(Balancer):
         self._doubt.jumped(step, old, new, self._policy)
         self._before = self._rules[-1].division
         self._check = DivisionComparison(step, sum(old), tuple(old), tuple(new), verdict.gain, verdict.error)
-        self._decide(step, rule, old, new, verdict, f"{self._cause()}: {verdict.words}")
+        self._decide(step, rule, old, new, verdict, f"{self._cause()}: {verdict.description}")
 
     def _decide(
         self,
@@ -351,7 +351,7 @@ class Controller(Balancer):
             self._doubt.paid()
         else:
             self._doubt.failed(self._policy)
-        self._decide(step, rule, trial.old, trial.new, verdict, f"{trial.cause}: {trial.words}")
+        self._decide(step, rule, trial.old, trial.new, verdict, f"{trial.cause}: {trial.description}")
 
     def _judge_check(self, step: int, check: DivisionComparison) -> None:
         """Checks an immediate change: starts a trial of the old shares if the steps did not become shorter."""

@@ -94,7 +94,7 @@ class PredictedChange:
         return 1.0 - self.seconds_after / self.seconds_before
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"steps are predicted {self.gain:.1%} shorter (standard error {self.error:.1%})"
 
 

@@ -90,7 +90,7 @@ class DivisionComparison:
         return gain > error and measured > 0
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Text that compares measurement and prediction."""
         measured, _ = self.measured()
         if self.promised is not None:

@@ -89,7 +89,7 @@ class _Machine:
         """Returns the value on top of the stack, which must be of exactly this type."""
         if type(self.stack[-1]) is not kind:
             raise pickle.UnpicklingError(
-                f"it changes a {_words(self.stack[-1])}, which none needs: it may run code"
+                f"it changes a {_name_of(self.stack[-1])}, which none needs: it may run code"
             )
         return self.stack[-1]
 
@@ -107,7 +107,7 @@ class _Machine:
     def make(self) -> None:
         kind, arguments = self.last(2)
         if type(kind) is not PickledName or type(arguments) is not tuple:
-            raise pickle.UnpicklingError(f"it calls a {_words(kind)}, which none needs: it may run code")
+            raise pickle.UnpicklingError(f"it calls a {_name_of(kind)}, which none needs: it may run code")
         self.push(Made(kind, arguments))
 
     def build(self) -> None:
@@ -117,7 +117,7 @@ class _Machine:
     def set_items(self, items: list[Any]) -> None:
         strange = next((key for key in items[::2] if type(key) not in _KEYS), "")
         if type(strange) not in _KEYS:
-            raise pickle.UnpicklingError(f"it has a {_words(strange)} as a key, which none needs")
+            raise pickle.UnpicklingError(f"it has a {_name_of(strange)} as a key, which none needs")
         self.top(dict).update(zip(items[::2], items[1::2], strict=True))
 
     def extend(self, items: list[Any]) -> None:
@@ -133,7 +133,7 @@ def _named(module: Any, name: Any) -> PickledName:
     return PickledName(module, name)
 
 
-def _words(value: Any) -> str:
+def _name_of(value: Any) -> str:
     return f"{value.module}.{value.name}" if isinstance(value, PickledName) else type(value).__name__
 
 

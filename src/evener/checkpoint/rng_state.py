@@ -50,5 +50,5 @@ def _set(states: Any, device: torch.device) -> None:
     random.setstate((version, tuple(keys), gauss))
     kind, numbers, *rest = states["numpy"]
     np.random.set_state((kind, np.asarray(numbers, dtype=np.uint32), *rest))
-    told = [states[name] for name in ("torch", device.type) if name in states]
-    accelerators.draw_from([torch.tensor(state, dtype=torch.uint8) for state in told], device)
+    torch_states = [states[name] for name in ("torch", device.type) if name in states]
+    accelerators.draw_from([torch.tensor(state, dtype=torch.uint8) for state in torch_states], device)

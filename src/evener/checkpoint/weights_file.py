@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from evener import checkpoint
 from evener.components.model_init import settle_on
 from evener.core.config.run_config import RunConfig
-from evener.core.os_errors import in_words
+from evener.core.os_errors import storage_errors
 from evener.core.text import few, from_here
 from evener.errors import ConfigurationError, DataError
 from evener.nn.fqn import clean_name
@@ -91,7 +91,7 @@ def export(run: Path, to: Path | None = None, *, overwrite: bool = False) -> Pat
             "from the checkpoint with torch.distributed.checkpoint.format_utils.dcp_to_torch_save"
         )
     about = {"format": "pt", "steps": str(found.rest["progress"]["steps"])}
-    with in_words(f"the weights cannot be written to {to}"), whole_file(to) as file:
+    with storage_errors(f"the weights cannot be written to {to}"), whole_file(to) as file:
         file.write(_header(entries, about))
         for name in entries:
             file.write(_bytes(_read(found, name, entries[name])))
@@ -121,15 +121,15 @@ def _entries(found: checkpoint.StoredCheckpoint) -> dict[str, TensorStorageMetad
 
 
 def _header(entries: Mapping[str, TensorStorageMetadata], about: Mapping[str, str]) -> bytes:
-    words: dict[str, Any] = {_ABOUT: dict(about)}
+    header: dict[str, Any] = {_ABOUT: dict(about)}
     offset = 0
     for name, entry in entries.items():
         dtype = entry.properties.dtype
         nbytes = entry.size.numel() * dtype.itemsize
         place = {"shape": list(entry.size), "data_offsets": [offset, offset + nbytes]}
-        words[name] = {"dtype": _TYPES[dtype], **place}
+        header[name] = {"dtype": _TYPES[dtype], **place}
         offset += nbytes
-    text = json.dumps(words).encode()
+    text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
@@ -205,7 +205,7 @@ def read_weights(path: Path) -> Mapping[str, Tensor]:
             f"there are no weights at {from_here(path)}: name a file of safetensors (evener export writes one) or of a "
             "state_dict, a run directory or a checkpoint"
         )
-    with in_words(f"the weights cannot be read from {path}"):
+    with storage_errors(f"the weights cannot be read from {path}"):
         return _safetensors(path) if _is_safetensors(path) else _state_dict(path)
 
 

@@ -37,7 +37,7 @@ from evener.checkpoint.run_mark import MARK, UNMARKED, Identity, write_mark
 from evener.checkpoint.tensor_index import INDEX, PICKLE, IndexWriter
 from evener.components.sharded_tensor.shard_spec import ShardSpec
 from evener.components.state_dict import HeldState
-from evener.core.os_errors import words
+from evener.core.os_errors import os_error_message
 from evener.core.text import said
 from evener.distributed.hosts import all_gather, connected, destroy
 from evener.distributed.mesh import AXES, Mesh
@@ -84,9 +84,9 @@ class Writers:
         except Exception as error:  # the other ranks must learn of it
             wrong = {self.rank: _reason(error, place, self.rank)}
         rows = self.gather((found, wrong))
-        told = {rank: reason for _, of_all in rows for rank, reason in of_all.items()}
-        told |= {rank: own[rank] for rank, (_, own) in enumerate(rows) if rank in own}
-        for rank, reason in sorted(told.items()):
+        reasons = {rank: reason for _, of_all in rows for rank, reason in of_all.items()}
+        reasons |= {rank: own[rank] for rank, (_, own) in enumerate(rows) if rank in own}
+        for rank, reason in sorted(reasons.items()):
             raise CheckpointError(f"rank {rank} could not write it: {reason}")
         return [result for result, _ in rows]
 
@@ -97,7 +97,7 @@ def _reason(error: BaseException, place: Path, rank: int) -> str:
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     cause = cause or _shortage(place, rank)
-    return words(cause) if isinstance(cause, OSError) else said(error)
+    return os_error_message(cause) if isinstance(cause, OSError) else said(error)
 
 
 def _shortage(place: Path, rank: int) -> OSError | None:

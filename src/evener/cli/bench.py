@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 from evener.cli import options
-from evener.cli.parsing import Parser, Words, path
+from evener.cli.parsing import CommandHelp, Parser, path
 from evener.core.config.process_range import one_number
 from evener.errors import ConfigurationError
 
-WORDS = Words(
+HELP = CommandHelp(
     "bench",
     "measure all-reduces, side by side",
     "Time every all-reduce at every size, in the columns of nccl-tests, beside the predicted time. "

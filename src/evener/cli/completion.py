@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from evener.cli.parsing import Parser, Words
+from evener.cli.parsing import CommandHelp, Parser
 
 SHELLS = ("bash", "zsh", "fish")
-WORDS = Words(
+HELP = CommandHelp(
     "completion",
     "print what a shell needs to complete commands and options",
     "Print a script for bash, zsh or fish by which it completes Evener's commands and options.",

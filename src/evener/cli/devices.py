@@ -7,7 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from evener.cli import options
-from evener.cli.parsing import Parser, Words, path
+from evener.cli.parsing import CommandHelp, Parser, path
 from evener.core.config.process_range import one_number
 from evener.errors import ConfigurationError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _WIDTH = 100
 
 
-WORDS = Words(
+HELP = CommandHelp(
     "devices",
     "survey this machine, and say what is wrong or slow",
     "Survey this machine: its devices and what they do, the links between ranks, the versions, and "
@@ -140,7 +140,7 @@ def _software(software: Software) -> Iterator[str]:
 
 
 def _card(number: int, card: Card) -> str:
-    told = [
+    details = [
         card.device or "not seen by torch",
         card.architecture,
         _gib(card.memory_nbytes) if card.memory_nbytes else "",
@@ -149,7 +149,7 @@ def _card(number: int, card: Card) -> str:
         f"PCIe {card.pcie_generation} x{card.pcie_width}" if card.pcie_width else "",
         f"{card.temperature} °C" if card.temperature is not None else "",
     ]
-    return f"card {number}    {card.name}: {', '.join(filter(None, told))}"
+    return f"card {number}    {card.name}: {', '.join(filter(None, details))}"
 
 
 def _speed(speed: Speed) -> Iterator[str]:
@@ -157,9 +157,9 @@ def _speed(speed: Speed) -> Iterator[str]:
     if products:
         yield f"{speed.device:<9} matrix product in TFLOP/s: {', '.join(products)}"
     copies = {"within": speed.copy, "from host": speed.from_host, "to host": speed.to_host}
-    told = [f"{name} {rate / 1e9:.3g}" for name, rate in copies.items() if rate is not None]
-    if told:
-        yield f"{speed.device:<9} memory copy in GB/s: {', '.join(told)}"
+    rates = [f"{name} {rate / 1e9:.3g}" for name, rate in copies.items() if rate is not None]
+    if rates:
+        yield f"{speed.device:<9} memory copy in GB/s: {', '.join(rates)}"
 
 
 def _finding(finding: Finding) -> Iterator[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evener.cli import options
-from evener.cli.parsing import Parser, Words
+from evener.cli.parsing import CommandHelp, Parser
 
 if TYPE_CHECKING:
     from evener.training.inference import InferenceSetup
@@ -26,7 +26,7 @@ SETTINGS = (
     ),
     *("compile_backend", "compile_check", "workers", "on_bad_sample", "timeout_seconds"),
 )
-WORDS = Words(
+HELP = CommandHelp(
     "evaluate",
     "evaluate the model of a run, on all devices",
     "Evaluate the model of a run on all devices, each sample counted once: the task's loss and metrics with the "

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from evener.cli.parsing import Parser, Words, path
+from evener.cli.parsing import CommandHelp, Parser, path
 
-WORDS = Words(
+HELP = CommandHelp(
     "export",
     "write the weights of a run as safetensors",
     "Write the weights of a run's latest checkpoint, or of the checkpoint that is named, as a file of "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from evener.cli.parsing import Parser, Words
+from evener.cli.parsing import CommandHelp, Parser
 from evener.core.config.strategy_names import MEANINGS
 
 _OPTIONS = {
@@ -15,7 +15,7 @@ _OPTIONS = {
     "balancers": "--balance",
 }
 KINDS = {"tasks": "task", "strategies": "strategy", "all-reduces": "all-reduce", "balancers": "balancer"}
-WORDS = Words(
+HELP = CommandHelp(
     "list",
     "list tasks, strategies, all-reduces and balancers",
     "List the short names that there are, Evener's own and those that other packages give by entry points, with what "

@@ -27,7 +27,7 @@ from evener.cli import (
 )
 from evener.cli.names import check_names
 from evener.cli.parsing import Parser
-from evener.core.os_errors import words
+from evener.core.os_errors import os_error_message
 from evener.core.stdio import guarded, open_missing, unheard
 from evener.core.text import printable
 from evener.errors import EvenerError, InterruptedRunError, RankError
@@ -62,8 +62,8 @@ def parser(only: str | None = None) -> Parser:
         title="commands", dest="command", metavar="COMMAND", required=True, prog="evener"
     )
     for command in COMMANDS:
-        of_command = top.command(commands, command.WORDS)
-        if only in (None, command.WORDS.name):
+        of_command = top.command(commands, command.HELP)
+        if only in (None, command.HELP.name):
             command.fill(of_command)
             of_command.set_defaults(execute=command.execute, parser=parser, own=of_command)
     return top
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None, parsed: argparse.Namespace | No
     a signal.
 
     Args:
-        arguments: The words of the command line; None for those of the process.
+        arguments: The arguments of the command line; None for those of the process.
         parsed: The namespace that receives the parsed arguments.
 
     Raises:
@@ -112,25 +112,25 @@ def main(arguments: Sequence[str] | None = None, parsed: argparse.Namespace | No
     except EvenerError as error:
         plain = isinstance(error, RankError | InterruptedRunError)
         label = "" if plain else f"{type(error).__name__}: "
-        return _told(f"{label}{error}", error.exit_status)
+        return _failed(f"{label}{error}", error.exit_status)
     except KeyboardInterrupt:
-        return _told("interrupted", 130)
+        return _failed("interrupted", 130)
     except OSError as error:
-        return _told(words(error), 1) if error.errno else _told_of(error)
+        return _failed(os_error_message(error), 1) if error.errno else _failed_with(error)
     except BaseException as error:
-        return _told_of(error)
+        return _failed_with(error)
     return status
 
 
-def _told_of(error: BaseException) -> int:
+def _failed_with(error: BaseException) -> int:
     """Prints an exception of user code in a run of one process in the same form as a rank's exception."""
     from evener.distributed.failure import failure_of
 
     failure = failure_of(error, 0)
-    return _told(str(failure.to_error()), failure.exit_status)
+    return _failed(str(failure.to_error()), failure.exit_status)
 
 
-def _told(text: str, status: int) -> int:
+def _failed(text: str, status: int) -> int:
     print(f"evener: {printable(text)}", file=unheard(sys.stderr), flush=True)
     return status
 

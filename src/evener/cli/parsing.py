@@ -17,7 +17,7 @@ _COLUMN = 36
 
 
 @dataclass(frozen=True)
-class Words:
+class CommandHelp:
     """Name and help texts of a command."""
 
     name: str
@@ -45,14 +45,14 @@ class Parser(argparse.ArgumentParser):
         self._titled: dict[str, Any] = {}
         super().__init__(allow_abbrev=False, formatter_class=_formatter, **known)
 
-    def command(self, commands: Any, words: Words) -> Parser:
+    def command(self, commands: Any, command_help: CommandHelp) -> Parser:
         """Adds a command without options to ``commands``, the object that ``add_subparsers`` returned."""
-        examples = "\n".join(f"  {line}" for line in words.examples)
+        examples = "\n".join(f"  {line}" for line in command_help.examples)
         parser: Parser = commands.add_parser(
-            words.name,
-            help=words.help,
-            description=textwrap.fill(words.description, WIDTH),
-            usage=f"%(prog)s {words.usage}",
+            command_help.name,
+            help=command_help.help,
+            description=textwrap.fill(command_help.description, WIDTH),
+            usage=f"%(prog)s {command_help.usage}",
             epilog=f"examples:\n{examples}" if examples else None,
         )
         self.inner.append(parser)

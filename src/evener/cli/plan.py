@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from evener.cli import options
-from evener.cli.parsing import Parser, Words
+from evener.cli.parsing import CommandHelp, Parser
 from evener.core.config.sizes import parse_limits, size_words
 
-WORDS = Words(
+HELP = CommandHelp(
     "plan",
     "say what memory a run would take, without running it",
     "Say how many bytes each rank of a run would take, and for what, without running it. Options are those of train; "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from evener.cli.parsing import Parser, Words, path
+from evener.cli.parsing import CommandHelp, Parser, path
 from evener.errors import ConfigurationError
 
-WORDS = Words(
+HELP = CommandHelp(
     "plot",
     "draw a run's shares, times and speed",
     "Draw the share that each rank had of the batches, the time of its own work, and the steps per second, "
@@ -31,7 +31,7 @@ def fill(parser: Parser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Writes the plot and prints its title."""
-    from evener.core.os_errors import in_words
+    from evener.core.os_errors import storage_errors
     from evener.core.text import printable
     from evener.training.reporting.plot import RunSteps, drawn, title
 
@@ -42,7 +42,7 @@ def execute(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"{out} is there already: name another file with --out, or give --overwrite")
     runs = [RunSteps.from_directory(run) for run in arguments.runs]
     text = drawn(runs)
-    with in_words(f"the drawing cannot be written to {out}"):
+    with storage_errors(f"the drawing cannot be written to {out}"):
         out.write_text(text, encoding="utf-8")
     print(printable(f"{out}: {title(runs)}"), flush=True)
     return 0

@@ -6,10 +6,10 @@ import argparse
 
 from evener.cli import options
 from evener.cli.evaluate import SETTINGS, add_run_options, applied_of
-from evener.cli.parsing import Parser, Words, path
+from evener.cli.parsing import CommandHelp, Parser, path
 from evener.errors import ConfigurationError
 
-WORDS = Words(
+HELP = CommandHelp(
     "predict",
     "write the outputs of a run's model, on all devices",
     "Write the outputs of a run's model for every sample of a dataset, in its order, computed on all devices. "

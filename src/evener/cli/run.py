@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 from evener.cli import options
-from evener.cli.parsing import Parser, Words
+from evener.cli.parsing import CommandHelp, Parser
 from evener.core.config.process_range import one_number
 from evener.errors import ConfigurationError
 
-WORDS = Words(
+HELP = CommandHelp(
     "run",
     "run an unchanged torchrun script on all devices",
     "Run an unchanged torchrun-style script on all local devices, with Evener's reports of errors "

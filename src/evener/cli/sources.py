@@ -24,7 +24,7 @@ from typing import Any
 
 from evener.cli.options import FURTHER, KINDS, config_of, task_options_of
 from evener.core.config.run_config import RunConfig
-from evener.core.os_errors import words
+from evener.core.os_errors import os_error_message
 from evener.errors import ConfigurationError
 
 PREFIX = "EVENER_"
@@ -112,7 +112,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigurationError(f"the settings cannot be read: {words(error)}") from error
+        raise ConfigurationError(f"the settings cannot be read: {os_error_message(error)}") from error
     except ValueError as error:  # invalid TOML or UTF-8
         raise ConfigurationError(f"{path} is no TOML: {error}") from error
 

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from evener.cli import options
-from evener.cli.parsing import Parser, Words
+from evener.cli.parsing import CommandHelp, Parser
 from evener.core.config.run_config import RunConfig
 from evener.core.stdio import unheard
 from evener.errors import InterruptedRunError
 from evener.training.reporting.width import fitted
 
-WORDS = Words(
+HELP = CommandHelp(
     "train",
     "train a task on all devices",
     "Train a task on all devices, equal or not, as if they were one.",
@@ -47,7 +47,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """Trains and prints the summary."""
     config = options.config_of(arguments)
     if speaks(os.environ):
-        print(fitted(first_words(arguments.task, config), sys.stderr), file=unheard(sys.stderr), flush=True)
+        print(fitted(first_line(arguments.task, config), sys.stderr), file=unheard(sys.stderr), flush=True)
     options.find_modules_here()
     from evener.core.records import as_json
     from evener.files import write_json
@@ -76,7 +76,7 @@ def saying_how_to_continue(given: Sequence[str]) -> Iterator[None]:
     """If the run is interrupted and was saved, adds the command that continues it to the error's message.
 
     Args:
-        given: The words of the command line.
+        given: The arguments of the command line.
 
     Raises:
         InterruptedRunError: If the block raises it.
@@ -87,8 +87,8 @@ def saying_how_to_continue(given: Sequence[str]) -> Iterator[None]:
         before, saved, directory = error.message.partition("Continue with --resume ")
         if not saved:
             raise
-        words = f"{before}Continue: {command_that_continues(given, directory)}"
-        raise InterruptedRunError(words, error.exit_status - 128) from error
+        message = f"{before}Continue: {command_that_continues(given, directory)}"
+        raise InterruptedRunError(message, error.exit_status - 128) from error
 
 
 def command_that_continues(given: Sequence[str], directory: str) -> str:
@@ -96,14 +96,14 @@ def command_that_continues(given: Sequence[str], directory: str) -> str:
 
     It does not contain settings from a file or environment variables, which will be read again.
     """
-    kept, words = ["evener"], iter(given)
-    for word in words:
-        option, equals, _ = word.partition("=")
+    kept, arguments = ["evener"], iter(given)
+    for argument in arguments:
+        option, equals, _ = argument.partition("=")
         if option in _PLACES:
             if not equals:
-                next(words, None)
+                next(arguments, None)
         elif option not in _REPLACING:
-            kept.append(word)
+            kept.append(argument)
     return shlex.join([*kept, "--resume", directory])
 
 
@@ -113,7 +113,7 @@ def speaks(variables: Mapping[str, str]) -> bool:
     return rank in ("", "0")
 
 
-def first_words(task: str, config: RunConfig) -> str:
+def first_line(task: str, config: RunConfig) -> str:
     """Returns the first line of output, printed before PyTorch is imported, which takes seconds."""
     from evener.version import evener_version
 

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from evener.cli import options
-from evener.cli.parsing import Parser, Words, path
+from evener.cli.parsing import CommandHelp, Parser, path
 from evener.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ OF_SCRIPTS = {
 SHOWN_STEPS = 20
 
 
-WORDS = Words(
+HELP = CommandHelp(
     "verify",
     "prove that dividing the work changes nothing",
     "Train the same steps on one device and divided, and compare losses, gradients and weights. "
@@ -283,5 +283,5 @@ def _verdict(result: Verification) -> str:
     )
 
 
-def _sentence(words: str) -> str:
-    return words[:1].upper() + words[1:]
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -234,16 +234,16 @@ class Fp8(WithFeedback):
         sent = encode(padded.view(-1, _BLOCK))
         _keep_lost(self.feedback, terms, decode(sent, flat.dtype).view(-1)[: flat.numel()], key)
         received = torch.empty_like(sent)
-        self._tell(received, sent)
+        self._send_slices(received, sent)
         of_ranks = decode(received, flat.dtype).view(self.world_size, -1)
         mine = _with_lost(self._of_sums, _added(of_ranks), key)
-        told = encode(mine.view(-1, _BLOCK))
-        _keep_lost(self._of_sums, mine, decode(told, flat.dtype).view(-1), key)
+        sent_sums = encode(mine.view(-1, _BLOCK))
+        _keep_lost(self._of_sums, mine, decode(sent_sums, flat.dtype).view(-1), key)
         sums = torch.empty_like(sent)
-        self._tell(sums, told)
+        self._send_slices(sums, sent_sums)
         return flat.copy_(decode(sums, flat.dtype).view(-1)[: flat.numel()])
 
-    def _tell(self, received: Tensor, sent: Tensor) -> None:
+    def _send_slices(self, received: Tensor, sent: Tensor) -> None:
         """Sends a slice to each rank (all-to-all) if ``sent`` is as large as ``received``, else one slice to all ranks
         (all-gather)."""
         try:

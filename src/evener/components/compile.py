@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evener.components.compile_check.graph import Caller, Compared, Findings, called, in_words
+from evener.components.compile_check.graph import Caller, Compared, Findings, called, findings_text
 from evener.components.repeated_blocks import repeated_blocks
 from evener.data.batch import map_leaves
 from evener.distributed.environment import detect
@@ -211,7 +211,7 @@ class Graphs:
         """
         of_ranks = gather(self.findings.untold)
         self.findings.untold = []
-        wrong, unknown = (in_words(of_ranks, is_wrong) for is_wrong in (True, False))
+        wrong, unknown = (findings_text(of_ranks, is_wrong) for is_wrong in (True, False))
         if wrong and self._strict:
             raise DivergenceError(
                 f"compile: compiled code computes something else than the model. {wrong}. With compile_check=replace "
@@ -227,10 +227,10 @@ class Graphs:
             _warn(f"compile: this was not compared with the uncompiled model. {unknown}")
 
 
-def _warn(words: str) -> None:
+def _warn(message: str) -> None:
     """Warns on rank 0 only."""
     if detect().rank == 0:
-        warnings.warn(words, stacklevel=3)
+        warnings.warn(message, stacklevel=3)
 
 
 def _check_compiler() -> None:

@@ -163,9 +163,9 @@ def in_type(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     if not tensor.is_complex():
         return tensor.dtype
     if dtype not in _COMPLEX:
-        words = str(dtype).removeprefix("torch.")
+        dtype_name = str(dtype).removeprefix("torch.")
         raise ConfigurationError(
-            f"there are no complex numbers in {words}, and the model or the data have some of {tensor.dtype}: "
+            f"there are no complex numbers in {dtype_name}, and the model or the data have some of {tensor.dtype}: "
             "use another dtype"
         )
     return _COMPLEX[dtype]

@@ -86,10 +86,10 @@ def check_trained_alike(changes: Sequence[tuple[str, ...]], step: int | None = N
     for rank, one in enumerate(changes):
         ranks.setdefault(one, []).append(str(rank))
     if len(ranks) > 1:
-        words = "; ".join(f"on rank {', '.join(those)} {in_short(one)}" for one, those in ranks.items())
+        listed = "; ".join(f"on rank {', '.join(those)} {in_short(one)}" for one, those in ranks.items())
         where = "" if step is None else f" in step {step}"
         raise ConfigurationError(
-            f"the ranks train different parameters{where}: {words}. Change requires_grad on all ranks after the same "
+            f"the ranks train different parameters{where}: {listed}. Change requires_grad on all ranks after the same "
             "step: an observer is told on rank 0 alone, unless it has `everywhere = True`. Checkpoints are from before"
         )
 

@@ -58,7 +58,7 @@ class Observers(Observer):
         self.ended = False
         """True if all ranks have agreed to take no further step."""
         self._rank = rank
-        self._told: list[Observer] = []
+        self._observers: list[Observer] = []
         self._started: list[Observer] = []
         self._loaded: dict[str, dict[str, Any]] = {}
         for each in observers:
@@ -67,20 +67,22 @@ class Observers(Observer):
     def add(self, observer: Observer) -> None:
         """Adds an observer, if it is to be called on this rank."""
         if self._rank == 0 or observer.everywhere:
-            self._told.append(observer)
+            self._observers.append(observer)
 
     @property
     def are_some(self) -> bool:
         """True if this rank calls any observer."""
-        return bool(self._told)
+        return bool(self._observers)
 
     @property
     def ending(self) -> str:
         """The first observer of this rank that asks for the run to end, and its reason; empty if there is none."""
-        return next((f"{_name(each)}: {each.ends_because}" for each in self._told if each.ends_because), "")
+        return next(
+            (f"{_name(each)}: {each.ends_because}" for each in self._observers if each.ends_because), ""
+        )
 
     def start(self, run: RunStart) -> None:
-        for each in self._told:
+        for each in self._observers:
             with _named(each, "at the start"):
                 each.start(run)
             self._started.append(each)
@@ -88,7 +90,7 @@ class Observers(Observer):
         self._loaded = {}
 
     def step(self, record: StepRecord) -> None:
-        for each in self._told:
+        for each in self._observers:
             try:  # not _named, which would cost microseconds per step
                 each.step(record)
             except Exception as error:
@@ -96,12 +98,12 @@ class Observers(Observer):
                 raise
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        for each in self._told:
+        for each in self._observers:
             with _named(each, f"of the evaluation after {record.step} steps"):
                 each.evaluation(record)
 
     def event(self, record: Any) -> None:
-        for each in self._told:
+        for each in self._observers:
             with _named(each, f"of an event at step {record.step}"):
                 each.event(record)
 
@@ -135,7 +137,7 @@ class Observers(Observer):
     def _labelled(self) -> Iterator[tuple[str, Observer]]:
         """Iterates over the observers with their labels: the class, and a number in the order of that class."""
         counts: Counter[str] = Counter()
-        for each in self._told:
+        for each in self._observers:
             kind = f"{type(each).__module__}.{type(each).__qualname__}"
             yield f"{kind} {counts[kind]}", each
             counts[kind] += 1

@@ -36,7 +36,7 @@ def is_shortage(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
-def words(error: OSError) -> str:
+def os_error_message(error: OSError) -> str:
     """Returns the error, the files and a remedy in one line."""
     places = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
     said = f"{error.strerror or error}" + (f": {places}" if places else "")
@@ -45,9 +45,9 @@ def words(error: OSError) -> str:
 
 
 @contextmanager
-def in_words(doing: str) -> Iterator[None]:
+def storage_errors(doing: str) -> Iterator[None]:
     """Converts any OSError in the block to a `StorageError` whose message begins with ``doing``."""
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{doing}: {words(error)}") from error
+        raise StorageError(f"{doing}: {os_error_message(error)}") from error

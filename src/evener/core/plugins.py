@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from evener.core.config.strategy_names import here_words
+from evener.core.config.strategy_names import hint_of_local_name
 from evener.core.did_you_mean import nearest
 from evener.errors import ConfigurationError, EvenerError
 
@@ -109,7 +109,7 @@ def _dotted(text: str) -> bool:
 def _unknown(name: str, what: str, known: list[str]) -> str:
     short = ", ".join(known)
     ways = f"known are {short}, or name" if short else "name"
-    here = here_words(name, what)
+    here = hint_of_local_name(name, what)
     near = "" if here else suggestion(name, known)
     return f"no {what} is called {name!r}{here}; {ways} your own package.module:name{near}"
 

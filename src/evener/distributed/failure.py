@@ -22,9 +22,9 @@ from typing import Any
 
 import cloudpickle
 
-from evener.core.os_errors import is_shortage, words
+from evener.core.os_errors import is_shortage, os_error_message
 from evener.core.text import said, shortened, trace_of
-from evener.distributed.file_descriptors import release, shortage_words
+from evener.distributed.file_descriptors import release, shortage_message
 from evener.errors import (
     ConfigurationError,
     DivergenceError,
@@ -115,7 +115,7 @@ def is_communication_error(error: BaseException) -> bool:
     if isinstance(error, EvenerError):
         return isinstance(error, RankError | RankTimeoutError)
     is_theirs = isinstance(error, RuntimeError | ConnectionError | TimeoutError)
-    return is_theirs and _COMMUNICATION.search(said(error)) is not None and not shortage_words()
+    return is_theirs and _COMMUNICATION.search(said(error)) is not None and not shortage_message()
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -135,7 +135,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     return Failure(
         rank,
         _kind(error),
-        f"raised {type(error).__name__}: {_words(error)}{_hint(error)}",
+        f"raised {type(error).__name__}: {_message(error)}{_hint(error)}",
         "" if is_shortage(error) else _user_traceback(error),
         vars(error).get("time", time.time()),  # a signal's arrival, before its consequences elsewhere
         error.exit_status if isinstance(error, EvenerError) else 1,
@@ -175,10 +175,10 @@ def _hint(error: BaseException) -> str:
     """
     if (text := said(error)).startswith("DataLoader worker") and "killed by signal" in text:
         return "(out of memory or /dev/shm? the kernel's log, dmesg, would say; use fewer workers)"
-    return "" if isinstance(error, EvenerError) or is_shortage(error) else shortage_words()
+    return "" if isinstance(error, EvenerError) or is_shortage(error) else shortage_message()
 
 
-def _words(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     """Returns the message of ``error``. A shortage is shown without traceback, so its place in the code is added."""
     if not (isinstance(error, OSError) and is_shortage(error)):
         return said(error)
@@ -187,7 +187,7 @@ def _words(error: BaseException) -> str:
         trace = trace.tb_next
     code = trace.tb_frame.f_code if trace is not None else None
     where = f" (at {code.co_filename}:{trace.tb_lineno} in {code.co_name})" if code and trace else ""
-    return f"{words(error)}{where}"
+    return f"{os_error_message(error)}{where}"
 
 
 def _kind(error: BaseException) -> str:

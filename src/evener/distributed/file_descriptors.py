@@ -12,7 +12,7 @@ import resource
 
 import psutil
 
-from evener.core.os_errors import words
+from evener.core.os_errors import os_error_message
 from evener.errors import ConfigurationError
 
 _NEEDED, _NEEDED_EACH = 40, 6
@@ -56,7 +56,7 @@ def release() -> None:
         os.close(_reserved.pop())
 
 
-def shortage_words(pid: int | None = None) -> str:
+def shortage_message(pid: int | None = None) -> str:
     """Returns text to append to an error if a process (None: this one) has used up its descriptors; else empty.
 
     Example: ``; 256 of the 256 files that process 12 may have open are open: raise the limit ...``
@@ -68,7 +68,7 @@ def shortage_words(pid: int | None = None) -> str:
         used = process.num_fds()
     except OSError as error:
         is_own = pid == os.getpid() and error.errno in (errno.EMFILE, errno.ENFILE)
-        return f"; process {pid}: {words(error)}" if is_own else ""
+        return f"; process {pid}: {os_error_message(error)}" if is_own else ""
     except psutil.Error:
         return ""
     if limit == psutil.RLIM_INFINITY or used + 2 * _SPARE < limit:

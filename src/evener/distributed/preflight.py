@@ -82,7 +82,7 @@ def are_mixed(all_terms: Sequence[JoinTerms]) -> bool:
 
 def _not_mixed(all_terms: Sequence[JoinTerms]) -> str | None:
     """Returns why these ranks with different devices cannot run together. Returns None if they can."""
-    took = _listed(all_terms, _words)
+    took = _listed(all_terms, _description)
     asked = {terms.asked for terms in all_terms}
     if asked != {MIXED}:
         cause = (
@@ -105,7 +105,7 @@ def _not_mixed(all_terms: Sequence[JoinTerms]) -> str | None:
     return None
 
 
-def _words(terms: JoinTerms) -> str:
+def _description(terms: JoinTerms) -> str:
     return terms.device if terms.device != "cuda" or terms.meets_by == "nccl" else f"cuda ({terms.meets_by})"
 
 

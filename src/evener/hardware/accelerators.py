@@ -124,6 +124,6 @@ def _module(device: torch.device | str) -> Any:
     return torch.get_device_module(device)
 
 
-def words_of(device: torch.device) -> str:
+def description_of(device: torch.device) -> str:
     """Describes a device, as ``cuda:0 NVIDIA H100`` or ``cpu``."""
     return f"{device} {name_of(device)}".strip()

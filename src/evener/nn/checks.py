@@ -89,12 +89,12 @@ def alike(
     Raises:
         ConfigurationError: On all ranks, if the tensors differ in anything else.
     """
-    told = described(who, x, group, numbers)
-    if len({(*each.shape[:dim], -1, *each.shape[dim + 1 :]) for each in told}) > 1:
+    of_ranks = described(who, x, group, numbers)
+    if len({(*each.shape[:dim], -1, *each.shape[dim + 1 :]) for each in of_ranks}) > 1:
         raise ConfigurationError(
-            f"{who}: the tensors may differ along dimension {dim} only, and are {_listed(told)}"
+            f"{who}: the tensors may differ along dimension {dim} only, and are {_listed(of_ranks)}"
         )
-    return told
+    return of_ranks
 
 
 def described(who: str, x: Tensor, group: ProcessGroup, numbers: Sequence[int] = ()) -> list[Description]:
@@ -103,16 +103,16 @@ def described(who: str, x: Tensor, group: ProcessGroup, numbers: Sequence[int] =
     Raises:
         ConfigurationError: On all ranks, if types differ, or some tensors require a gradient and others do not.
     """
-    told = descriptions(x, group, numbers)
-    if len({each.dtype for each in told}) > 1:
-        raise ConfigurationError(f"{who}: the tensors are of different types: {_listed(told)}")
-    if len({each.trained for each in told}) > 1:
+    of_ranks = descriptions(x, group, numbers)
+    if len({each.dtype for each in of_ranks}) > 1:
+        raise ConfigurationError(f"{who}: the tensors are of different types: {_listed(of_ranks)}")
+    if len({each.trained for each in of_ranks}) > 1:
         raise ConfigurationError(
             f"{who}: backward needs all ranks, so all of their tensors must require a gradient or none: "
-            f"{_listed(told)}. Call requires_grad_() on the others, or detach() on these"
+            f"{_listed(of_ranks)}. Call requires_grad_() on the others, or detach() on these"
         )
-    return told
+    return of_ranks
 
 
-def _listed(told: Sequence[Description]) -> str:
-    return "; ".join(f"{each} on rank {rank}" for rank, each in enumerate(told))
+def _listed(of_ranks: Sequence[Description]) -> str:
+    return "; ".join(f"{each} on rank {rank}" for rank, each in enumerate(of_ranks))

@@ -180,8 +180,8 @@ def all_to_all(
     if ranks is None:
         return x.clone()
     if received is None:
-        told = alike("all_to_all", x, dim, ranks, sent)
-        came = [each.numbers[ranks.rank()] for each in told]
+        of_ranks = alike("all_to_all", x, dim, ranks, sent)
+        came = [each.numbers[ranks.rank()] for each in of_ranks]
     return _mapped(
         x,
         lambda x: messages.exchanged(x, dim, sent, came, ranks),

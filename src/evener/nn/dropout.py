@@ -104,7 +104,7 @@ class Dropout(nn.Dropout):
         rows_first = input.movedim(self.batch_dim, 0)
         shape = self._mask_shape(rows_first)
         factor: Tensor = _factor_node(
-            rows_first.detach(), _TURN, shape, self.p, self.layer, self.batch_dim, self._by_channel
+            rows_first.detach(), _ORDER_TOKEN, shape, self.p, self.layer, self.batch_dim, self._by_channel
         )
         return self._scaled(input, factor)
 
@@ -254,18 +254,18 @@ def _factor(
     return kept.view(tuple(shape)).to(rows_first.dtype).mul_(65536 / (65536 - threshold))
 
 
-_TURN = torch.zeros((), device="cpu")
+_ORDER_TOKEN = torch.zeros((), device="cpu")
 """Every dropout node declares that it writes to this tensor. So a compiler keeps the nodes in order and merges none,
 which matters because calls of a layer are counted."""
 
 
 # Declared nondeterministic, so that a compiler keeps the mask for backward and does not compute it again.
 @library.custom_op(
-    "evener::dropout_factor", mutates_args=("turn",), tags=(torch.Tag.nondeterministic_seeded,)
+    "evener::dropout_factor", mutates_args=("order_token",), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def _factor_node(
     rows_first: Tensor,
-    turn: Tensor,
+    order_token: Tensor,
     shape: Sequence[int],
     p: float,
     layer: str,
@@ -281,7 +281,7 @@ def _factor_node(
 @_factor_node.register_fake
 def _(
     rows_first: Tensor,
-    turn: Tensor,
+    order_token: Tensor,
     shape: Sequence[int],
     p: float,
     layer: str,

@@ -64,7 +64,7 @@ def understood(mask: Tensor, shape: torch.Size, sequence: DividedSequence) -> tu
         )
     mask = mask.reshape([1] * (4 - mask.dim()) + [*mask.shape])
     row = mask[:, 0, -1] if mask.shape[2] else mask.new_zeros(mask.shape[0], size)
-    kinds = _told(_kind(mask, row), mask.device, sequence)
+    kinds = _kinds_on_all_ranks(_kind(mask, row), mask.device, sequence)
     if _OTHER in kinds or {_PLAIN, _CAUSAL} <= kinds:
         raise ConfigurationError(
             "attention: a mask that is neither causal nor hides keys from all queries alike says nothing of the "
@@ -78,7 +78,7 @@ def understood(mask: Tensor, shape: torch.Size, sequence: DividedSequence) -> tu
     return _CAUSAL in kinds, row.expand(shape[0], size)
 
 
-def _told(kind: int, device: torch.device, sequence: DividedSequence) -> set[int]:
+def _kinds_on_all_ranks(kind: int, device: torch.device, sequence: DividedSequence) -> set[int]:
     """Exchanges and returns the kinds of masks that the ranks found."""
     own = torch.tensor([kind], device=device)
     return set(messages.gathered(own, 0, [1] * sequence.group.size(), sequence.group).tolist())

@@ -45,7 +45,7 @@ class Recomputing:
         self._tracker: MemoryTracker | None = None
         if self._asked is not None and self._asked.is_budget:
             self._tracker = MemoryTracker(device_type=learner.session.device.type)
-        self.words = "" if self._asked is None else _before(self._asked, len(learner.recomputed.names))
+        self.description = "" if self._asked is None else _before(self._asked, len(learner.recomputed.names))
         """A message for the user about the current state; empty without ``recompute``."""
 
     def step(self, batch: Batch, number: int) -> AbstractContextManager[None]:
@@ -132,8 +132,8 @@ class Recomputing:
         if any(over) and self._take(over):
             return
         self._tracker = None
-        self.words = self._said(peaks, max(over))
-        self._tell(Note(number, self.words))
+        self.description = self._said(peaks, max(over))
+        self._tell(Note(number, self.description))
 
     def _said(self, found: Sequence[int], over: int) -> str:
         """Returns a message about the choice and the measured peaks.

@@ -97,12 +97,12 @@ def examine(
             del micro, outputs  # frees their memory before the next are computed
     own = samples, [accumulator.state() for accumulator in accumulators.values()]
     learner.graphs.agree(learner.session.control.gather_objects)
-    told = learner.data.of_parts(learner.session.control.gather_objects(own))
+    all_parts = learner.data.of_parts(learner.session.control.gather_objects(own))
     for index, accumulator in enumerate(accumulators.values()):
-        accumulator.merge([states[index] for _, states in told])
+        accumulator.merge([states[index] for _, states in all_parts])
     values = {name: accumulator.compute() for name, accumulator in accumulators.items()}
     ordered = None if keep is None else _in_order(learner, pieces, everywhere)
-    return EvaluationResult(_named_values(values), sum(count for count, _ in told), ordered)
+    return EvaluationResult(_named_values(values), sum(count for count, _ in all_parts), ordered)
 
 
 def _in_order(learner: Learner, pieces: list[Piece], everywhere: bool) -> list[Piece] | None:

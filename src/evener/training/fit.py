@@ -179,8 +179,8 @@ class FitJob:
                 config = config.replace(run_dir=self._new_directory(task, session))
             resume = _resumed(config, session)
             config = config.replace(resume=resume, weights=config.weights if resume is None else None)
-            told = [*self.observers, *self._note(config.run_dir)]
-            trained = Run(task, config, session, self.show, told, heir, self.callback).execute()
+            observers = [*self.observers, *self._note(config.run_dir)]
+            trained = Run(task, config, session, self.show, observers, heir, self.callback).execute()
             return trained if not self.sent_back or session.environment.local_rank == 0 else None
 
     def _note(self, run_dir: Path | None) -> list[Observer]:

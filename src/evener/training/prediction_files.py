@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from evener.checkpoint.weights_file import whole_file
-from evener.core.os_errors import in_words
+from evener.core.os_errors import storage_errors
 from evener.core.plugins import find
 from evener.core.task.task import Task
 from evener.core.types import Tree
@@ -143,7 +143,7 @@ def write_outputs(path: Path, outputs: Tree) -> None:
         StorageError: If the file cannot be written.
     """
     write = _WRITERS[path.suffix]
-    with in_words(f"the outputs cannot be written to {path}"), whole_file(path) as file:
+    with storage_errors(f"the outputs cannot be written to {path}"), whole_file(path) as file:
         write(file, outputs)
 
 
@@ -201,9 +201,9 @@ def _write_csv(file: BinaryIO, outputs: Tree) -> None:
     found = tensors(outputs, ".csv")
     sizes = {name: len(value) for name, value in found.items()}
     if len(set(sizes.values())) != 1:
-        told = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise ConfigurationError(
-            f"the outputs have different numbers of rows ({told}): --out FILE.npz holds them"
+            f"the outputs have different numbers of rows ({listed}): --out FILE.npz holds them"
         )
     columns = [column for name, value in found.items() for column in _columns(name, value)]
     writer = csv.writer(codecs.getwriter("utf-8")(file))

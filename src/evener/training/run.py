@@ -29,7 +29,7 @@ from evener.training.lifecycle.early_stop import Stopping
 from evener.training.lifecycle.handover import CarriedState, RestartWithStateError, succession
 from evener.training.lifecycle.rollback import falling_back
 from evener.training.lifecycle.save_schedule import Best, Saving
-from evener.training.reporting.run_dir import Records, RunDirectory, goes_on_in, words_of_earlier
+from evener.training.reporting.run_dir import Records, RunDirectory, earlier_runs_message, goes_on_in
 from evener.training.reporting.summary_counters import Clock, SummaryCounters
 from evener.training.reporting.terminal import Terminal
 from evener.training.run_report import RankPart, RunReport
@@ -74,7 +74,7 @@ class Run:
         self._held = ExitStack()
         self._records: Records | None = None
         with ExitStack() as undo:
-            told, earlier = list(observers), list[CheckpointDirectory]()
+            all_observers, earlier = list(observers), list[CheckpointDirectory]()
             if config.run_dir is not None and session.rank == 0:
                 goes_on = heir is not None or goes_on_in(config.run_dir, config.resume)
                 undo.enter_context(self._held)
@@ -87,11 +87,11 @@ class Run:
                     run=lambda: self._engine.state.identity,
                     is_evaluated=self._is_evaluated,
                 )
-                told.insert(0, self._records)
+                all_observers.insert(0, self._records)
                 earlier = [] if goes_on or config.overwrite else saved_in(config.run_dir / CHECKPOINTS)
             if show:
-                told.append(Terminal())
-            self._engine = undo.enter_context(Engine(task, config, session=session, observers=told))
+                all_observers.append(Terminal())
+            self._engine = undo.enter_context(Engine(task, config, session=session, observers=all_observers))
             self._engine.learner.synchronizer.alone()
             self._tally = SummaryCounters(self._engine.learner.data.degree, task.metrics)
             self._engine.observers.add(self._tally)
@@ -99,7 +99,7 @@ class Run:
             self._best = Best(config.keep_best)
             self._engine.state.kept |= {"callback": self._callback, "best": self._best}
             self._engine.state.kept["guard"] = self._engine.guard
-            self._notes = list(filter(None, [head_line(session, config), words_of_earlier(earlier)]))
+            self._notes = list(filter(None, [head_line(session, config), earlier_runs_message(earlier)]))
             self._succession = succession(self._engine)
             self._heir = self._taken_up(heir)
             if config.resume is not None and self._heir.steps < 0:
@@ -111,15 +111,15 @@ class Run:
                     f"goes on after step {self._engine.steps_done} of {config.resume}, on {ranks}"
                 )
             self._engine.state.agree_on_identity()
-            self._notes += filter(None, [self._best.words])
+            self._notes += filter(None, [self._best.message])
             self._owned = undo.pop_all()
 
     def _taken_up(self, heir: CarriedState | None) -> CarriedState:
         """Takes over the state that a surviving rank kept in memory while others were replaced, if there is one."""
         if self._succession is None or heir is None:
             return CarriedState()
-        found, words = self._succession.inherit(heir)
-        self._notes += [words] if words else []
+        found, message = self._succession.inherit(heir)
+        self._notes += [message] if message else []
         return found
 
     def execute(self) -> Trained:
@@ -134,9 +134,9 @@ class Run:
             try:
                 engine.observers.start(self._report.start())
                 if self._records is not None:
-                    self._records.catch_up(self._heir.told)
-                for words in filter(None, (*self._report.header(), *self._notes)):
-                    engine.observers.event(Note(engine.steps_done, words))
+                    self._records.catch_up(self._heir.records)
+                for text in filter(None, (*self._report.header(), *self._notes)):
+                    engine.observers.event(Note(engine.steps_done, text))
                 with self._staying():
                     with self._deferring() as stop:
                         if self._config.non_finite == "restore":
@@ -239,8 +239,8 @@ class Run:
             return
         metrics = self._engine.evaluate()
         if math.isnan(metrics.get("loss", 0.0)):
-            words = "the loss of the evaluation is not a number: no target of it counts, or outputs are not finite"
-            self._engine.observers.event(Note(self._engine.steps_done, words))
+            message = "the loss of the evaluation is not a number: no target of it counts, or outputs are not finite"
+            self._engine.observers.event(Note(self._engine.steps_done, message))
         if saving is not None:
             saving.evaluated(metrics)
 

@@ -44,7 +44,7 @@ class RankPart:
         """Returns the part of this rank."""
         learner, times = engine.learner, engine.times
         return cls(
-            accelerators.words_of(engine.session.device),
+            accelerators.description_of(engine.session.device),
             {"compute_seconds": times.compute, "wait_seconds": times.wait, "input_seconds": times.input},
             engine.config.workers,
             learner.offloaded.peaks,
@@ -53,7 +53,7 @@ class RankPart:
         )
 
 
-def waiting_words(parts: Sequence[RankPart], seconds: float) -> str:
+def waiting_message(parts: Sequence[RankPart], seconds: float) -> str:
     """Says which rank waited longest for its batches in ``seconds`` of training. Returns "" if none waited for long."""
     waited = [part.times["input_seconds"] for part in parts]
     rank = waited.index(max(waited))
@@ -88,9 +88,9 @@ class RunReport:
         chosen = ", chosen by the devices" if engine.config.precision == "auto" else ""
         return (
             f"precision {about['precision']}{chosen}" if about["precision"] else "",
-            limits.words if limits else "",
-            engine.recomputing.words,
-            learner.offloaded.words,
+            limits.description if limits else "",
+            engine.recomputing.description,
+            learner.offloaded.description,
             about["optimizer"],
             about["optimizer_state"],
             about["merging"],
@@ -104,7 +104,7 @@ class RunReport:
         engine, world_size, data = self._engine, self._engine.session.world_size, self._engine.learner.data
         resolved = {"task": engine.task.name, **engine.config.as_dict()}
         resolved |= {"batch_size": engine.batch_size, "world_size": world_size}
-        devices = engine.session.control.gather_objects(accelerators.words_of(engine.session.device))
+        devices = engine.session.control.gather_objects(accelerators.description_of(engine.session.device))
         shares, learns = engine.feed.first_shares(engine.progress)
         about = describe(engine.learner)
         return RunStart(
@@ -143,7 +143,7 @@ class RunReport:
             devices=[part.device for part in parts],
             ranks=[part.times for part in parts],
             workers=[part.workers for part in parts],
-            reading=waiting_words(parts, seconds),
+            reading=waiting_message(parts, seconds),
             steps=engine.steps_done,
             epochs=engine.progress.epochs_begun,
             samples=engine.samples_done,
@@ -155,7 +155,7 @@ class RunReport:
             seed=engine.config.seed,
             interrupted=interrupted,
             run_dir=self._run_dir,
-            recompute=engine.recomputing.words,
+            recompute=engine.recomputing.description,
             offload=learner.offloaded.said([part.offloaded for part in parts]),
             graphs=[part.graphs for part in parts] if learner.graphs.names else [],
             uncompiled=learner.graphs.uncompiled,

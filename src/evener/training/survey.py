@@ -133,7 +133,7 @@ def head_line(session: Session, config: RunConfig) -> str:
     cores = cores_of(environment.host, session.control.gather_objects((environment.host, cores_allowed())))
     mine = _glanced(session, config, len(cores)) if environment.local_rank == 0 else None
     if session.world_size == environment.local_world_size:
-        return mine.words if mine else ""
+        return mine.message if mine else ""
     return worst_of_hosts(session.control.gather_objects((environment.host, mine)))
 
 
@@ -150,7 +150,7 @@ def worst_of_hosts(found: Sequence[tuple[str, Finding | None]]) -> str:
         return ""
     host, worst_one = min(each, key=lambda pair: order.index(pair[1].level))
     others = {name for name, finding in each if finding.name == worst_one.name} - {host}
-    return f"host {host}{f' and {len(others)} more' if others else ''}: {worst_one.words}"
+    return f"host {host}{f' and {len(others)} more' if others else ''}: {worst_one.message}"
 
 
 def _glanced(session: Session, config: RunConfig, cores: int) -> Finding | None:

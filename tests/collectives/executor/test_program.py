@@ -14,22 +14,25 @@ from evener.collectives.schedules.schedule import Topology
 
 
 def play(programs: list[Program], buffers: list[torch.Tensor]) -> None:
-    """All ranks take a turn at a time; sends read what was there before it."""
-    for turns in zip(*(program.turns for program in programs), strict=True):
+    """All ranks take a round at a time; sends read what was there before it."""
+    for rounds in zip(*(program.rounds for program in programs), strict=True):
         mail = {}
-        for rank, turn in enumerate(turns):
-            for peer, what in turn.sends:
+        for rank, program_round in enumerate(rounds):
+            for peer, what in program_round.sends:
                 mail.setdefault((rank, peer), []).append(buffers[rank][what.start : what.stop].clone())
-        for rank, turn in enumerate(turns):
-            take(rank, turn, buffers[rank], mail)
+        for rank, program_round in enumerate(rounds):
+            take(rank, program_round, buffers[rank], mail)
         assert not any(mail.values()), "a message that nobody receives"
 
 
 def take(
-    rank: int, turn: ProgramRound, buffer: torch.Tensor, mail: dict[tuple[int, int], list[torch.Tensor]]
+    rank: int,
+    program_round: ProgramRound,
+    buffer: torch.Tensor,
+    mail: dict[tuple[int, int], list[torch.Tensor]],
 ) -> None:
     before = buffer.clone()
-    for arrival in turn.arrivals:
+    for arrival in program_round.arrivals:
         where = slice(arrival.where.start, arrival.where.stop)
         value = before[where] if arrival.peer == rank else mail[arrival.peer, rank].pop(0)
         buffer[where] = buffer[where] + value if arrival.reduce else value
@@ -59,18 +62,23 @@ def test_programs_sum(sizes: list[int], name: str, numel: int, segments: int) ->
 def test_what_is_received_in_place_disturbs_nothing(name: str) -> None:
     schedule = ALGORITHMS[name](Topology.of_hosts([3, 2]), 2)
     for rank in range(5):
-        for turn in compile_program(schedule, rank, 30).turns:
-            in_place = [arrival for arrival in turn.arrivals if arrival.scratch is None]
+        for program_round in compile_program(schedule, rank, 30).rounds:
+            in_place = [arrival for arrival in program_round.arrivals if arrival.scratch is None]
             for arrival in in_place:
-                others = [other.where for other in turn.arrivals if other is not arrival]
+                others = [other.where for other in program_round.arrivals if other is not arrival]
                 assert not arrival.reduce
-                assert not any(arrival.where.overlaps(what) for _, what in turn.sends)
+                assert not any(arrival.where.overlaps(what) for _, what in program_round.sends)
                 assert not any(arrival.where.overlaps(other) for other in others)
 
 
 def test_scratch_ranges_do_not_overlap() -> None:
     program = compile_program(ALGORITHMS["direct"](Topology.flat(4), 1), 0, 10)
-    used = [arrival.scratch for turn in program.turns for arrival in turn.arrivals if arrival.scratch]
+    used = [
+        arrival.scratch
+        for program_round in program.rounds
+        for arrival in program_round.arrivals
+        if arrival.scratch
+    ]
     assert len(used) > 1
     assert not any(a.overlaps(b) for i, a in enumerate(used) for b in used[i + 1 :])
     assert program.scratch == max(range_.stop for range_ in used)

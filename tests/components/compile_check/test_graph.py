@@ -19,7 +19,7 @@ from evener.components.compile import Compiling, Graphs
 from evener.components.compile_check import graph as graphs_of
 from evener.components.compile_check.difference import GraphComparison, limit
 from evener.components.compile_check.eager_graph import plain_graph, recomputed
-from evener.components.compile_check.graph import GraphFinding, in_words
+from evener.components.compile_check.graph import GraphFinding, findings_text
 from evener.components.compile_check.trial import Inputs, disturbed, trial
 from evener.core.config.run_config import RunConfig
 from evener.errors import ConfigurationError, DivergenceError
@@ -27,7 +27,7 @@ from evener.nn.fqn import clean_name
 from evener.torch_internals.compiling import compiled_so_far
 from evener.torch_internals.dispatch import fake_mode, is_fake
 from evener.training.engine import Engine
-from evener.training.reporting.terminal import _graphs_words
+from evener.training.reporting.terminal import _graphs_text
 from tests import tasks
 from tests.comparing import worst
 from tests.components.compile_check import wrong_code
@@ -382,9 +382,9 @@ def test_findings_of_all_ranks_in_words() -> None:
     one, other = GraphFinding("blocks.0", "a is off", True), GraphFinding("blocks.1", "a is off", True)
     unknown = GraphFinding("", "no room", False)
     of_ranks = [[one, unknown], [], [one, other]]
-    assert in_words(of_ranks, True) == "In blocks.0, blocks.1 (rank 0, 2): a is off"
-    assert in_words(of_ranks, False) == "In the whole model (rank 0): no room"
-    assert in_words([[], []], True) == ""
+    assert findings_text(of_ranks, True) == "In blocks.0, blocks.1 (rank 0, 2): a is off"
+    assert findings_text(of_ranks, False) == "In the whole model (rank 0): no room"
+    assert findings_text([[], []], True) == ""
 
 
 def test_it_may_be_left_out() -> None:
@@ -541,7 +541,7 @@ def test_a_call_without_numbers_is_no_trial(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_summary_names_what_ran_uncompiled() -> None:
     summary: Any = SimpleNamespace(graphs=[2, 2], graph_breaks=0, uncompiled=["blocks.0"])
-    assert _graphs_words(summary) == (
+    assert _graphs_text(summary) == (
         "compiled 2 graphs on each rank; uncompiled, for compiled code computed something else: blocks.0"
     )
 

@@ -48,9 +48,9 @@ def test_there_are_never_more_and_always_an_allowed_number(counts: set[int], dat
 
 
 def test_it_is_said_where_the_number_can_change() -> None:
-    assert Headcount((3, 2, 1)).words(2) == ", with 2 ranks"
-    assert Headcount((3, 2, 1)).words(1) == ", with 1 rank"
-    assert Headcount((3,)).words(3) == ""
+    assert Headcount((3, 2, 1)).description(2) == ", with 2 ranks"
+    assert Headcount((3, 2, 1)).description(1) == ", with 1 rank"
+    assert Headcount((3,)).description(3) == ""
 
 
 def failures(*kinds: str) -> dict[int, Failure]:

@@ -40,9 +40,9 @@ def test_a_machine_that_never_comes_is_waited_for_in_words_and_not_for_good(
 def test_an_error_that_points_to_the_one_behind_it_says_that_one_s_words() -> None:
     error = RuntimeError("The connection to the C10d store has failed. See inner exception for details.")
     error.__cause__ = OSError("no address of host 'nowhere'\nframe #0: c10::Error")
-    words = RendezvousWait(Rendezvous(nnodes="2", rdzv_backend="c10d", rdzv_endpoint="nowhere:1"), 2.0).words(
-        error
-    )
+    words = RendezvousWait(
+        Rendezvous(nnodes="2", rdzv_backend="c10d", rdzv_endpoint="nowhere:1"), 2.0
+    ).message(error)
     assert "(no address of host 'nowhere');" in words
     assert "inner exception" not in words
 

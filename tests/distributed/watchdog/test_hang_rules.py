@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from evener.distributed.watchdog.hang_rules import complaint, left_words, may_look, verdict
+from evener.distributed.watchdog.hang_rules import complaint, departure_message, may_look, verdict
 from evener.distributed.watchdog.heartbeat import Heartbeat
 from evener.distributed.watchdog.peer_state import PeerState
 
@@ -60,11 +60,11 @@ def test_what_a_rank_gave_before_it_left_may_be_on_its_way() -> None:
 
 
 def test_who_has_left_is_told_with_its_progress() -> None:
-    words = left_words(WAITS, [PeerState(1, LEFT), PeerState(2, AT_WORK)])
+    words = departure_message(WAITS, [PeerState(1, LEFT), PeerState(2, AT_WORK)])
     assert (
         words == "rank 1 has left after step 3 of 16 with status 0; but rank 0 waits in all-reduce of step 4"
     )
-    assert left_words(WAITS, [PeerState(2, AT_WORK)]) == ""
+    assert departure_message(WAITS, [PeerState(2, AT_WORK)]) == ""
 
 
 def test_no_progress_on_any_rank_for_the_timeout_ends_the_run() -> None:

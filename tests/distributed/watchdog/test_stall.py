@@ -17,8 +17,8 @@ from evener.distributed.watchdog.stall import (
     Reminder,
     Stall,
     is_stalled,
-    live_words,
-    stall_words,
+    live_line,
+    stall_message,
 )
 from tests.ranks import RankPool
 
@@ -33,7 +33,7 @@ def ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def words(here: Heartbeat, *others: Heartbeat) -> str:
-    return stall_words(here, [PeerState(beat.rank, beat) for beat in others])
+    return stall_message(here, [PeerState(beat.rank, beat) for beat in others])
 
 
 def test_who_waits_for_whom_and_where() -> None:
@@ -45,18 +45,18 @@ def test_who_waits_for_whom_and_where() -> None:
     assert words(WAITS, replace(LATE, ended=True, status=0)).endswith(
         f"{waits} for rank 1 (left with status 0)"
     )
-    assert stall_words(WAITS, [PeerState(1)]).endswith(f"{waits} for rank 1 (no sign of life yet)")
+    assert stall_message(WAITS, [PeerState(1)]).endswith(f"{waits} for rank 1 (no sign of life yet)")
 
 
 @pytest.mark.parametrize(("limit", "said"), [(1.0, "no sign of life for 2 s"), (10.0, "in its program")])
 def test_silence_is_measured_in_heartbeats(limit: float, said: str) -> None:
     silent = PeerState(1, replace(LATE, limit=limit))
     silent._since -= 1.5
-    assert f" for rank 1 ({said}" in stall_words(WAITS, [silent])
-    assert ("rank 1 no sign of life" in live_words(WAITS, [silent])) == (limit == 1.0)
+    assert f" for rank 1 ({said}" in stall_message(WAITS, [silent])
+    assert ("rank 1 no sign of life" in live_line(WAITS, [silent])) == (limit == 1.0)
     waits = PeerState(1, replace(WAITS, rank=1, limit=limit))
     waits._since -= 1.5
-    assert ("ranks 0, 1 wait" in stall_words(WAITS, [waits])) == (limit == 10.0)
+    assert ("ranks 0, 1 wait" in stall_message(WAITS, [waits])) == (limit == 10.0)
 
 
 def test_a_rank_that_computes_is_said_to_compute() -> None:
@@ -120,13 +120,13 @@ def test_a_line_of_80_columns_says_where_the_late_rank_is() -> None:
     late = replace(
         LATE, still=0.0, phase="loading a batch", step=5, where=("my_own_task.py:133 in __getitem__",)
     )
-    assert live_words(WAITS, [PeerState(1, late)])[:80].startswith(
+    assert live_line(WAITS, [PeerState(1, late)])[:80].startswith(
         "still computing after 12 s: rank 1 at my_own_task.py:133 in __getitem__, "
     )
-    assert live_words(WAITS, [PeerState(1, replace(LATE, ended=True, status=0))]).startswith(
+    assert live_line(WAITS, [PeerState(1, replace(LATE, ended=True, status=0))]).startswith(
         "no progress for 12 s: rank 1 left with status 0; rank 0 waits in"
     )
-    assert live_words(WAITS, [PeerState(1)]).startswith("no progress for 12 s: rank 1 no sign of life yet; ")
+    assert live_line(WAITS, [PeerState(1)]).startswith("no progress for 12 s: rank 1 no sign of life yet; ")
 
 
 def test_what_is_said_aloud_replaces_a_live_line_which_is_drawn_again(
@@ -138,7 +138,7 @@ def test_what_is_said_aloud_replaces_a_live_line_which_is_drawn_again(
     told = Stall()
     told.show = lambda line: print(line, end="", file=screen)
     told.tell(WAITS, [PeerState(1, LATE)], speaks=True)
-    live = live_words(WAITS, [PeerState(1, LATE)])
+    live = live_line(WAITS, [PeerState(1, LATE)])
     assert screen.getvalue() == f"\r\x1b[Jevener: {words(WAITS, LATE)}\n{live}"
 
 

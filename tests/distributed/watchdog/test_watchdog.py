@@ -169,7 +169,7 @@ def test_a_hang_of_twice_as_many_ranks_costs_the_store_twice_as_much() -> None:
 def test_the_rank_that_looks_speaks_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = hanging(5, Ledger(), 8)
     spoke: list[int] = []
-    monkeypatch.setattr(Watchdog, "_speak", lambda self, *_: spoke.append(self.rank))
+    monkeypatch.setattr(Watchdog, "_end_process", lambda self, *_: spoke.append(self.rank))
     for watchdog in reversed(ranks):
         watchdog._tick()
     for watchdog in ranks:
@@ -184,7 +184,7 @@ def test_the_next_rank_looks_when_the_looker_is_silent(monkeypatch: pytest.Monke
     """Rank 0 is stopped: rank 1 finds that out, waits for the lowest to speak no longer, and names it."""
     ranks = hanging(4, Ledger(), 9)
     spoke: list[int] = []
-    monkeypatch.setattr(Watchdog, "_speak", lambda self, *_: spoke.append(self.rank))
+    monkeypatch.setattr(Watchdog, "_end_process", lambda self, *_: spoke.append(self.rank))
     for watchdog in ranks:
         watchdog._tick()
     for watchdog in ranks[1:]:
@@ -252,7 +252,7 @@ def test_a_wait_ends_at_the_timeout_without_a_store(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("Connection refused")
 
     spoke: list[str] = []
-    monkeypatch.setattr(Watchdog, "_speak", lambda self, words, **_: spoke.append(words))
+    monkeypatch.setattr(Watchdog, "_end_process", lambda self, words, **_: spoke.append(words))
     watchdog = Watchdog(0, 2, HashStore(), timeout_seconds=0.5)
     watchdog._roster.store = cast(LimitedStore, Ledger(fail))
     watchdog._roster._clone = refuse  # type: ignore[method-assign]

@@ -325,7 +325,7 @@ def test_what_is_found(machine: Survey, expected: dict[str, str]) -> None:
         for value in values.split():
             alone = rf"(?<![\w.]){re.escape(value)}(?!\w|\.\d)"
             assert re.search(alone, found[name].seen), (value, found[name].seen)
-        assert found[name].remedy in found[name].words
+        assert found[name].remedy in found[name].message
 
 
 def test_every_entry_of_the_table_is_found_on_some_machine() -> None:

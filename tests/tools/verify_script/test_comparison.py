@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evener.tools.verify_script.causes import cause, line_of, told
+from evener.tools.verify_script.causes import cause, difference, line_of
 from evener.tools.verify_script.comparison import Parting, ScriptRuns, before_failure, compare
 from evener.tools.verify_script.events import Event, Printed, Record, ScriptLine, What
 from evener.tools.verify_script.printed_output import Listening, OutputComparison
@@ -121,7 +121,7 @@ def test_the_first_parting_is_named_with_its_cause(
     parting = first(found)
     assert (parting.kind, parting.event, line_of(found, parting).number) == (kind, event, line)
     assert parting.rank == rank
-    assert sentence in told(found, parting)
+    assert sentence in difference(found, parting)
     assert hint in cause(found, parting)
 
 

@@ -196,6 +196,6 @@ def test_alone_it_is_the_whole_batch() -> None:
         evener.prepare(model_of())
         state = torch.get_rng_state()
         with evener.batch(drawn, 5) as batch:
-            assert preparing.current("").turn("").samples == len(batch["x"]) == 5
+            assert preparing.current("").current_batch("").samples == len(batch["x"]) == 5
         torch.set_rng_state(state)
         assert torch.equal(batch["x"], drawn(5)["x"])

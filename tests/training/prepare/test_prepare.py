@@ -202,7 +202,7 @@ def learning_shares(is_prepared: bool) -> tuple[Weights, list[tuple[int, ...]]]:
             loop.backward(x, y)
             loop.optimizer.step()
             if is_prepared:
-                shares.append(preparing.current("").turn("").batch.shares)
+                shares.append(preparing.current("").current_batch("").batch.shares)
     return loop.weights(), shares
 
 

@@ -88,7 +88,7 @@ def common() -> Any:
 @pytest.mark.parametrize("way", WAYS, ids=placeless)
 def test_each_way_is_noticed_once(common: CommonRandom, way: Callable[..., Any]) -> None:
     told: list[Any] = []
-    common.told = lambda *numbers: told.append(numbers) or [[*numbers]]  # type: ignore[func-returns-value]
+    common.exchange = lambda *numbers: told.append(numbers) or [[*numbers]]  # type: ignore[func-returns-value]
     common.follow()
     assert not told, "nothing was set since"
     way()
@@ -108,14 +108,14 @@ def test_what_is_put_back_was_not_set(common: CommonRandom) -> None:
     torch.set_rng_state(state)
     with common.drawn():
         torch.manual_seed(9)
-    common.told = lambda *_: pytest.fail("nothing was set")
+    common.exchange = lambda *_: pytest.fail("nothing was set")
     common.follow()
     assert not torch.equal(common.held(), held), "but by what was drawn in common"
 
 
 def test_states_that_differ_by_rank_leave_the_order(common: CommonRandom) -> None:
     held = common.held()
-    common.told = lambda *numbers: [[*numbers], [number + 1 for number in numbers]]
+    common.exchange = lambda *numbers: [[*numbers], [number + 1 for number in numbers]]
     for way in WAYS:
         way()
         common.follow()

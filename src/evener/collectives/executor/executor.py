@@ -126,29 +126,29 @@ class Scheduled(AllReduce):
         program = self._program(part.numel(), segments)
         scratch = self._borrow(program.scratch, part)
         pending: Pending = []
-        for turn in program.turns:
-            places = _places(turn, part, scratch)
-            received = self._post(turn, places, part, pending, tag)
+        for program_round in program.rounds:
+            places = _places(program_round, part, scratch)
+            received = self._post(program_round, places, part, pending, tag)
             yield None
             _wait_all(received)
-            _apply(turn, places, part, pending)
+            _apply(program_round, places, part, pending)
         _wait_all([work for _, work in pending])
         self._spare.append(scratch)
 
     def _post(
-        self, turn: ProgramRound, places: list[Tensor], part: Tensor, pending: Pending, tag: int
+        self, program_round: ProgramRound, places: list[Tensor], part: Tensor, pending: Pending, tag: int
     ) -> list[dist.Work]:
         receives = []
-        for arrival, place in zip(turn.arrivals, places, strict=True):
+        for arrival, place in zip(program_round.arrivals, places, strict=True):
             if arrival.peer == self.rank:
                 place.copy_(_at(part, arrival.where))
             else:
                 if arrival.scratch is None:
                     _settle(pending, arrival.where)
                 receives.append((arrival.peer, place))
-        sends = [(peer, _at(part, what)) for peer, what in turn.sends]
+        sends = [(peer, _at(part, what)) for peer, what in program_round.sends]
         sent, received = self._messages.post(sends, receives, tag)
-        pending.extend(zip((what for _, what in turn.sends), sent, strict=False))
+        pending.extend(zip((what for _, what in program_round.sends), sent, strict=False))
         return received
 
     def _borrow(self, numel: int, like: Tensor) -> Tensor:
@@ -175,14 +175,14 @@ def _at(buffer: Tensor, where: ElementRange) -> Tensor:
     return buffer[where.start : where.stop]
 
 
-def _places(turn: ProgramRound, part: Tensor, scratch: Tensor) -> list[Tensor]:
+def _places(program_round: ProgramRound, part: Tensor, scratch: Tensor) -> list[Tensor]:
     """Returns the tensor into which each arrival is received: scratch memory or its final place."""
-    return [_at(scratch, a.scratch) if a.scratch else _at(part, a.where) for a in turn.arrivals]
+    return [_at(scratch, a.scratch) if a.scratch else _at(part, a.where) for a in program_round.arrivals]
 
 
-def _apply(turn: ProgramRound, places: list[Tensor], part: Tensor, pending: Pending) -> None:
+def _apply(program_round: ProgramRound, places: list[Tensor], part: Tensor, pending: Pending) -> None:
     """Adds or copies the arrived data, in order. First waits for sends that still read the target ranges."""
-    for arrival, place in zip(turn.arrivals, places, strict=True):
+    for arrival, place in zip(program_round.arrivals, places, strict=True):
         if arrival.scratch is not None:
             _settle(pending, arrival.where)
             target = _at(part, arrival.where)

@@ -49,7 +49,7 @@ class ProgramRound(NamedTuple):
 class Program(NamedTuple):
     """All rounds of one rank."""
 
-    turns: tuple[ProgramRound, ...]
+    rounds: tuple[ProgramRound, ...]
     scratch: int
     """Elements of scratch memory that are needed: the maximum over the rounds."""
 
@@ -57,12 +57,12 @@ class Program(NamedTuple):
 def compile_program(schedule: Schedule, rank: int, numel: int) -> Program:
     """Returns the program of ``rank`` for a buffer of ``numel`` elements. Empty messages are left out on both sides."""
     offsets = schedule.offsets(numel)
-    turns = tuple(_turn(rank, rank_round, offsets) for rank_round in schedule.for_rank(rank))
-    return Program(turns, max(map(_scratch_needed, turns), default=0))
+    rounds = tuple(_program_round(rank, rank_round, offsets) for rank_round in schedule.for_rank(rank))
+    return Program(rounds, max(map(_scratch_needed, rounds), default=0))
 
 
-def _scratch_needed(turn: ProgramRound) -> int:
-    return sum(arrival.scratch.length for arrival in turn.arrivals if arrival.scratch)
+def _scratch_needed(program_round: ProgramRound) -> int:
+    return sum(arrival.scratch.length for arrival in program_round.arrivals if arrival.scratch)
 
 
 def _ranges(transfers: Iterable[Transfer], offsets: Sequence[int]) -> list[tuple[Transfer, ElementRange]]:
@@ -70,7 +70,7 @@ def _ranges(transfers: Iterable[Transfer], offsets: Sequence[int]) -> list[tuple
     return [(transfer, where) for transfer, where in ranges if where.length]
 
 
-def _turn(rank: int, rank_round: RankRound, offsets: Sequence[int]) -> ProgramRound:
+def _program_round(rank: int, rank_round: RankRound, offsets: Sequence[int]) -> ProgramRound:
     sends = [(transfer.dst, what) for transfer, what in _ranges(rank_round.sends, offsets)]
     receives = _ranges(rank_round.receives, offsets)
     sent = [what for _, what in sends] + [what for transfer, what in receives if transfer.src == rank]

@@ -177,7 +177,7 @@ class SharedMemory(AllReduce):
             # The sum is published before this copy, for which no other rank needs to wait.
             chunk.pieces[self.rank].copy_(result)
 
-        # A chunk that is copied out was reduced a turn ago: this rank needs no more terms or sums of it, in any slot.
+        # A chunk that is copied out was reduced a step ago: this rank needs no more terms or sums of it, in any slot.
         run(chunks, ring.copy_in, reduce, partial(ring.copy_out, stage=REDUCED))
 
     def _broadcast(self, ring: ChunkRing, piece: Tensor, source: int) -> None:

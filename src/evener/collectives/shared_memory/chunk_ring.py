@@ -9,7 +9,7 @@ piece for each rank. A transfer consists of some of these stages; a rank publish
     add up      the piece of r in the slots of all, in order     reduced[r] = c + 1 or left[r] = c + 1
     copy out    the other ranks' pieces, each from their slots   left[r]    = c + 1
 
-A rank works on successive chunks in one turn, one in each stage. Because of this pipeline, other ranks have mostly
+A rank works on successive chunks in one step, one in each stage. Because of this pipeline, other ranks have mostly
 finished a stage before a rank waits for it. A slot is written again once all other ranks have left the chunk that it
 held.
 """
@@ -153,17 +153,17 @@ class ChunkRing:
 
 
 def run(chunks: Sequence[Chunk], *stages: Callable[[Chunk], None]) -> None:
-    """Takes all chunks through the stages. In each turn a stage works on the chunk behind that of the stage before it::
+    """Takes all chunks through the stages. In each step a stage works on the chunk behind that of the stage before it::
 
-    turn        0     1     2     3     4
+    step        0     1     2     3     4
     copy in     c0    c1    c2    c3    c4
     add up            c0    c1    c2    c3
     copy out                c0    c1    c2
     """
-    for turn in range(len(chunks) + len(stages) - 1):
+    for step in range(len(chunks) + len(stages) - 1):
         for lag, stage in enumerate(stages):
-            if 0 <= turn - lag < len(chunks):
-                stage(chunks[turn - lag])
+            if 0 <= step - lag < len(chunks):
+                stage(chunks[step - lag])
 
 
 def check_carried(tensor: Tensor, does: str) -> None:

@@ -79,7 +79,7 @@ class TwoLevel(AllReduce):
             there is only one host.
         group: All ranks.
         timeout_seconds: The longest wait for a rank.
-        told: The facts of each host's leader.
+        facts: The facts of each host's leader.
         owned: Closes both all-reduces and their process groups.
     """
 
@@ -92,12 +92,12 @@ class TwoLevel(AllReduce):
         group: dist.ProcessGroup | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
         *,
-        told: Sequence[SharedFacts],
+        facts: Sequence[SharedFacts],
         owned: ExitStack,
     ) -> None:
         super().__init__(group, timeout_seconds)
-        self._inner, self._between, self._told = inner, between, told
-        self.note = _note(told)
+        self._inner, self._between, self._facts = inner, between, facts
+        self.note = _note(facts)
         self.held_nbytes = inner.held_nbytes
         self._worker = Worker("evener all-reduce two-level")
         self._streams = Streams()
@@ -106,11 +106,11 @@ class TwoLevel(AllReduce):
 
     @property
     def exact(self) -> bool:
-        return all(each.exact for each in self._told)
+        return all(each.exact for each in self._facts)
 
     @property
     def remembers(self) -> bool:
-        return any(each.remembers for each in self._told)
+        return any(each.remembers for each in self._facts)
 
     def start(self, tensor: Tensor) -> Work:
         return self.start_for(tensor, None)
@@ -210,14 +210,14 @@ def two_level(
         if leaders is not None and len(hosts) > 1:
             between = owned.enter_context(make_between(leaders, timeout_seconds))
         of_ranks = all_gather(SharedFacts.from_all_reduces(inner, between), whole)
-        told = [of_ranks[host[_LEADER]] for host in hosts]
-        return TwoLevel(inner, between, whole, timeout_seconds, told=told, owned=owned.pop_all())
+        facts = [of_ranks[host[_LEADER]] for host in hosts]
+        return TwoLevel(inner, between, whole, timeout_seconds, facts=facts, owned=owned.pop_all())
 
 
-def _note(told: Sequence[SharedFacts]) -> str:
+def _note(facts: Sequence[SharedFacts]) -> str:
     """Describes the all-reduces between the hosts and inside them."""
-    inside = [each.inner for each in told]
-    notes = [f"between hosts {told[0].between}" if told[0].between else "on one host"]
+    inside = [each.inner for each in facts]
+    notes = [f"between hosts {facts[0].between}" if facts[0].between else "on one host"]
     for kind in dict.fromkeys(inside):
         count = inside.count(kind)
         notes.append(f"inside {'all' if count == len(inside) else f'{count} of {len(inside)}'} {kind}")

@@ -164,7 +164,7 @@ class SharedOwners(RangeOwners):
         number = -(-at_once // length)
         ranges = [piece.tensor_split(number) for piece in flat.split_with_sizes(list(sizes))]
         self._ring.slots.count_call()
-        return [[piece[turn] for piece in ranges] for turn in range(number)]
+        return [[piece[index] for piece in ranges] for index in range(number)]
 
 
 def rooms_nbytes(nbytes: int) -> int:

@@ -39,8 +39,8 @@ class Fastest(AllReduce):
     @property
     def words(self) -> str:
         """Describes which all-reduce runs up to which of the measured sizes; the last one also runs beyond them."""
-        runs = [(what, list(sizes)[-1]) for what, sizes in groupby(SIZES, self._words_for)]
-        borders = [f"{what} up to {_size_words(last)}" for what, last in runs[:-1]]
+        runs = [(what, list(sizes)[-1]) for what, sizes in groupby(SIZES, self._name_for)]
+        borders = [f"{what} up to {_format_size(last)}" for what, last in runs[:-1]]
         last = runs[-1][0]
         ranges = ", ".join([*borders, f"{last} above"]) if borders else last
         return f"auto: {ranges}" + (f" ({self.note})" if self.note else "")
@@ -64,7 +64,7 @@ class Fastest(AllReduce):
             found = self._choices[nbytes] = choose(self.costs, max(nbytes, 1), self._all_reduces)
         return found
 
-    def _words_for(self, nbytes: int) -> str:
+    def _name_for(self, nbytes: int) -> str:
         choice = self.choice(nbytes)
         cut = f" in {choice.segments} segments" if choice.segments > 1 else ""
         return self._all_reduces[choice.name].words + cut
@@ -89,7 +89,7 @@ class Fastest(AllReduce):
             each.close()
 
 
-def _size_words(nbytes: int) -> str:
+def _format_size(nbytes: int) -> str:
     units = ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
     unit, name = next(each for each in units if nbytes >= each[0])
     return f"{nbytes // unit} {name}"

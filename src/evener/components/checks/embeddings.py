@@ -32,12 +32,12 @@ def refuse_lookups(model: nn.Module, mesh: Mesh, devices: int = 1) -> None:
         if looks_at_the_batch(layer):
             assert isinstance(layer, EMBEDDINGS)
             raise TaskError(
-                f"the embedding {name} {_words(layer)}, and each rank would see the ids of its own samples alone. "
+                f"the embedding {name} {_reason(layer)}, and each rank would see the ids of its own samples alone. "
                 "Leave it out, or train with strategy 'single'"
             )
 
 
-def _words(layer: nn.Embedding | nn.EmbeddingBag) -> str:
+def _reason(layer: nn.Embedding | nn.EmbeddingBag) -> str:
     if layer.max_norm is None:
         return "has scale_grad_by_freq, which divides gradients by how often an id is in the batch"
     return (

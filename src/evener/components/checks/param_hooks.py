@@ -26,7 +26,7 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
     """Returns True if a parameter has hooks. Uses PyTorch's warning for hooks that are not serialized."""
     if has_accumulation_hooks(parameter):
         return True
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warn_if_has_hooks(parameter)
-    return bool(told)
+    return bool(caught)

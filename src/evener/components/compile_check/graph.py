@@ -56,7 +56,7 @@ class GraphFinding:
 
     block: str
     """The block's name in the model; empty for the whole model."""
-    words: str
+    message: str
     is_wrong: bool
     """True if the code computes wrong results. False if it could not be compared."""
 
@@ -86,7 +86,7 @@ class Findings:
         return Findings, ()
 
 
-def in_words(of_ranks: Sequence[Sequence[GraphFinding]], is_wrong: bool) -> str:
+def findings_text(of_ranks: Sequence[Sequence[GraphFinding]], is_wrong: bool) -> str:
     """Returns the findings of all ranks as a text: each block once, in the words of the first rank that reports it.
     Returns "" if there are none."""
     said: dict[str, list[str]] = {}
@@ -96,17 +96,17 @@ def in_words(of_ranks: Sequence[Sequence[GraphFinding]], is_wrong: bool) -> str:
             if each.is_wrong == is_wrong and str(rank) not in ranks.setdefault(each.block, []):
                 new = not ranks[each.block]
                 ranks[each.block].append(str(rank))
-                said.setdefault(each.words, []).extend([each.block] if new else [])
+                said.setdefault(each.message, []).extend([each.block] if new else [])
     return ". ".join(
-        f"In {_listed([block or 'the whole model' for block in blocks])} (rank {_listed(ranks[blocks[0]])}): {words}"
-        for words, blocks in said.items()
+        f"In {_listed([block or 'the whole model' for block in blocks])} (rank {_listed(ranks[blocks[0]])}): {message}"
+        for message, blocks in said.items()
         if blocks
     )
 
 
-def _listed(words: Sequence[str]) -> str:
-    more = f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
-    return ", ".join(words[:_SHOWN]) + more
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 @dataclass(frozen=True)
@@ -251,14 +251,14 @@ class Graph:
             if sizes not in self._sizes and self._is_time():
                 self._sizes.add(sizes)
                 self._compare(self._comparison, caller, args)
-        for words, is_wrong in self._notes:
-            caller.findings.add(GraphFinding(caller.name, words, is_wrong))
+        for message, is_wrong in self._notes:
+            caller.findings.add(GraphFinding(caller.name, message, is_wrong))
         return self._run(*args)
 
     def _is_time(self) -> bool:
         often = len(self._sizes) == SIZES + self._calls // CALLS
-        if often and (words := (_OFTEN, False)) not in self._notes:
-            self._notes.append(words)
+        if often and (note := (_OFTEN, False)) not in self._notes:
+            self._notes.append(note)
         return not often
 
     def _give_up(self, why: str | None) -> None:

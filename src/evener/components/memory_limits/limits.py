@@ -61,7 +61,7 @@ class MemoryLimits:
         return self.nbytes[rank] is not None or any(change.rank == rank for change in self.changes)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """A text about the limits, for the user."""
         limits = ", ".join("-" if each is None else size_words(each) for each in self.nbytes)
         changes = "".join(

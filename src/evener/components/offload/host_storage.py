@@ -25,7 +25,7 @@ from torch import Tensor
 from evener.components.offload.copy_stream import AtOnce, Beside, OnStream
 from evener.components.offload.pool import Pool
 from evener.core.config.offload import Offload
-from evener.core.os_errors import in_words
+from evener.core.os_errors import storage_errors
 from evener.errors import ConfigurationError
 from evener.hardware.memory import made_as
 from evener.hardware.memory.counters import UNCOUNTED
@@ -38,7 +38,7 @@ _ZEROS = 2**20
 class HostBuffers(Protocol):
     """A kind of memory that provides buffers."""
 
-    words: str
+    description: str
     """A description of the memory for users."""
 
     def make(self, nbytes: int) -> Any:
@@ -59,10 +59,10 @@ class Files:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.words, self._directory = f"files in {directory}", directory
+        self.description, self._directory = f"files in {directory}", directory
 
     def make(self, nbytes: int) -> mmap.mmap:
-        with in_words("offload"), tempfile.TemporaryFile(dir=self._directory) as file:
+        with storage_errors("offload"), tempfile.TemporaryFile(dir=self._directory) as file:
             try:
                 _reserve(file.fileno(), nbytes)
             except OSError as error:
@@ -91,7 +91,7 @@ def _reserve(descriptor: int, nbytes: int) -> None:
 class Pinned:
     """Pinned host memory, which a GPU can access directly. PyTorch rounds each buffer up to a power of two."""
 
-    words = "the host's memory"
+    description = "the host's memory"
 
     def make(self, nbytes: int) -> Any:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
@@ -106,7 +106,7 @@ class Pinned:
 class Pretended:
     """Fake storage for a memory estimate: counts bytes, and its tensors are fake."""
 
-    words = "nowhere"
+    description = "nowhere"
 
     def make(self, nbytes: int) -> int:
         return nbytes
@@ -135,9 +135,9 @@ class Outside:
         self._there: dict[int, Any] = {}  # buffers, by the addresses of the storages in them
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """A description of the memory for users."""
-        return self._rooms.words
+        return self._rooms.description
 
     @property
     def peak(self) -> int:

@@ -87,9 +87,9 @@ class OffloadState:
         return {kind: outside.peak for kind, outside in self._outsides.items()}
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """A text for the user before a run; empty if nothing is offloaded."""
-        where = next((outside.words for outside in self._outsides.values()), "")
+        where = next((outside.description for outside in self._outsides.values()), "")
         return f"{' and '.join(self._outsides)} kept in {where}" if where else ""
 
     def said(self, peaks: list[dict[str, int]]) -> str:
@@ -101,7 +101,7 @@ class OffloadState:
         if not self._outsides:
             return ""
         most = (f"{kind} {size_words(max(each[kind] for each in peaks))}" for kind in self._outsides)
-        said = f"{self.words}: at most {', '.join(most)}{' on a rank' if len(peaks) > 1 else ''}"
+        said = f"{self.description}: at most {', '.join(most)}{' on a rank' if len(peaks) > 1 else ''}"
         idle = ACTIVATIONS in self._outsides and not any(each[ACTIVATIONS] for each in peaks)
         return f"{said} (nothing of {size_words(SMALLEST)} or more was saved)" if idle else said
 

@@ -128,7 +128,7 @@ def called_here(name: str, what: str) -> str:
     return known.get(_plain(name), "")
 
 
-def here_words(name: str, what: str) -> str:
+def hint_of_local_name(name: str, what: str) -> str:
     """Returns the end of an error message for an unknown name: ``: it is called tensor here``, or ""."""
     here = called_here(name, what)
     return f": it is called {here} here" if here else ""
@@ -139,7 +139,7 @@ def check_axes(axes: Iterable[str]) -> None:
     for axis in axes:
         if axis not in AXES:
             ways = f"there are {', '.join(AXES)}"
-            raise ConfigurationError(f"there is no axis {axis!r}{here_words(axis, 'axis')}; {ways}")
+            raise ConfigurationError(f"there is no axis {axis!r}{hint_of_local_name(axis, 'axis')}; {ways}")
 
 
 def _plain(name: str) -> str:

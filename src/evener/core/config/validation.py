@@ -9,7 +9,7 @@ from pathlib import Path
 
 from evener.core.config.offload import Offload
 from evener.core.config.recompute import Recompute
-from evener.core.config.strategy_names import DEVICES, here_words
+from evener.core.config.strategy_names import DEVICES, hint_of_local_name
 from evener.core.did_you_mean import did_you_mean
 from evener.errors import ConfigurationError
 
@@ -85,8 +85,8 @@ def check_precision(
 ) -> None:
     """Raises ConfigurationError if the precision settings are invalid or contradict ``dtype`` or ``compress``."""
     if dtype and (precision or precision_of):
-        words = f"dtype {dtype} and precision both say what the model computes in"
-        raise ConfigurationError(f"{words}: leave one out (bf16-true and fp16-true cast the weights too)")
+        message = f"dtype {dtype} and precision both say what the model computes in"
+        raise ConfigurationError(f"{message}: leave one out (bf16-true and fp16-true cast the weights too)")
     for text in precision_of:
         pattern, _, kind = text.rpartition("=")
         if not pattern or kind not in AUTOCASTS:
@@ -108,7 +108,7 @@ def check_precision(
 
 def check_device(kind: str | None) -> None:
     """Raises ConfigurationError if ``kind`` cannot be a kind of device. Checks no more, to avoid importing PyTorch."""
-    if kind is not None and (here := here_words(kind, "device")) and kind not in DEVICES:
+    if kind is not None and (here := hint_of_local_name(kind, "device")) and kind not in DEVICES:
         raise ConfigurationError(f"no device is called {kind!r}{here}")
     if kind is not None and (not re.fullmatch(r"[a-z]\w*", kind) or kind == "meta"):
         raise ConfigurationError(
@@ -175,8 +175,8 @@ def check_update_in_backward(
 def check_compile(compile: str | None, mode: str | None, backend: str, usual_backend: str) -> None:
     """Raises ConfigurationError if a mode or backend is given without ``compile``."""
     if compile is None and (mode or backend != usual_backend):
-        words = "compile_mode and compile_backend would do nothing"
-        raise ConfigurationError(f"{words}: set compile too, or leave them out")
+        message = "compile_mode and compile_backend would do nothing"
+        raise ConfigurationError(f"{message}: set compile too, or leave them out")
 
 
 def check_on_replica_mismatch(on_replica_mismatch: str | None, check_replicas: int | None) -> None:

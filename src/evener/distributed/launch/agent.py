@@ -199,8 +199,8 @@ class Agent(ElasticAgent):
         hopeless = self._lookout.was_done or is_hopeless(failures.values())
         if restarts and not hopeless:
             number = self._max_restarts - restarts + 1
-            words = self._spare(0 if self._lookout.found else dead(failures, self._roots, cause))
-            _say(f"{cause.to_error()}\nrestart {number} of {self._max_restarts}{words}")
+            spared = self._spare(0 if self._lookout.found else dead(failures, self._roots, cause))
+            _say(f"{cause.to_error()}\nrestart {number} of {self._max_restarts}{spared}")
         return not hopeless
 
     def replaces(self, failures: Mapping[int, ProcessFailure]) -> bool:
@@ -237,7 +237,7 @@ class Agent(ElasticAgent):
         """Reduces the number of ranks for the next start by ``number``, if allowed. Returns text for the message."""
         spec = self.get_worker_group().spec  # the agent reads the number of ranks from it at each start
         spec.local_world_size = self._headcount.after(self.ranks, number)
-        return self._headcount.words(self.ranks)
+        return self._headcount.description(self.ranks)
 
     def _kill_groups(self) -> None:
         """Kills the process groups of all ranks, including children such as DataLoader workers."""
@@ -251,15 +251,15 @@ class Agent(ElasticAgent):
     def _cause(self, result: RunResult) -> EvenerError:
         ended = result.failures
         if self._lookout.found is not None:  # a failure that a rank itself has recorded takes precedence
-            ended = {rank: process for rank, process in ended.items() if _was_told(process)}
+            ended = {rank: process for rank, process in ended.items() if _was_recorded(process)}
             if not ended:
                 return self._lookout.found
         failures = [self._failure(rank, failure) for rank, failure in ended.items()]
         cause = first(failures)
         others = [failure for failure in failures if failure is not cause]
         if cause.kind == "killed" and self._crash(cause.rank):
-            told = [f"\n  rank {other.rank}, at {other.line}" for other in others if other.line]
-            cause = replace(cause, message=cause.message + "".join(told))
+            lines = [f"\n  rank {other.rank}, at {other.line}" for other in others if other.line]
+            cause = replace(cause, message=cause.message + "".join(lines))
         return cause.to_error()
 
     def _failure(self, rank: int, process: ProcessFailure) -> Failure:
@@ -269,14 +269,14 @@ class Agent(ElasticAgent):
         if process.local_rank not in self._roots:
             return Failure(rank, "ended", "was ended after another rank failed")
         if -process.exitcode in stop_signals():
-            words = interruption(-process.exitcode, self._progress())
+            message = interruption(-process.exitcode, self._progress())
             return Failure(
-                rank, "interrupted", words, time=process.timestamp, exit_status=128 - process.exitcode
+                rank, "interrupted", message, time=process.timestamp, exit_status=128 - process.exitcode
             )
         if process.exitcode < 0:
             return Failure(rank, "killed", self._death(rank, process), time=process.timestamp)
-        words = f"(pid {process.pid}) ended with status {process.exitcode}"
-        return Failure(rank, "exit", words, time=process.timestamp, exit_status=process.exitcode)
+        message = f"(pid {process.pid}) ended with status {process.exitcode}"
+        return Failure(rank, "exit", message, time=process.timestamp, exit_status=process.exitcode)
 
     def _death(self, rank: int, process: ProcessFailure) -> str:
         hint = {
@@ -332,13 +332,13 @@ def _may_be_replaced(failures: Sequence[Failure]) -> bool:
     return all(failure.is_own for failure in failures) and not is_hopeless(failures)
 
 
-def _was_told(process: ProcessFailure) -> bool:
+def _was_recorded(process: ProcessFailure) -> bool:
     """Returns True if the rank itself has recorded why it ended."""
     return recorded_failure(process.error_file_data) is not None
 
 
-def _say(words: str) -> None:
-    to_stderr(f"evener: {printable(words)}")
+def _say(message: str) -> None:
+    to_stderr(f"evener: {printable(message)}")
 
 
 @contextmanager

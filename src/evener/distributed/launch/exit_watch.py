@@ -49,17 +49,17 @@ class Ends:
         over = [beat for beat in left if self._still_seconds(beat, now) >= beat.limit]
         if over:
             return RankError(
-                f"{self.words(over, now)}\nIt was killed for that. Its work was done, and stays."
+                f"{self.message(over, now)}\nIt was killed for that. Its work was done, and stays."
             )
         if left:
             seconds = now - min(self._since.values())
-            self._reminder.say(seconds, lambda: self.words(left, now))
+            self._reminder.say(seconds, lambda: self.message(left, now))
         return None
 
-    def words(self, left: Collection[Heartbeat], now: float) -> str:
+    def message(self, left: Collection[Heartbeat], now: float) -> str:
         """Describes each rank with the threads that it waits for, and their stacks."""
         return "\n".join(
-            f"{beat.who} has left{beat.status_words}, but its process has not ended for "
+            f"{beat.who} has left{beat.exit_status_text}, but its process has not ended for "
             f"{now - self._since[beat.pid]:.0f} s: {_waits_for(beat.threads)}\n{threads_of(beat.pid)}".rstrip()
             for beat in left
         )
@@ -89,9 +89,9 @@ def _leave(limit_seconds: float) -> None:
         time.sleep(seconds)
         with suppress(OSError, ValueError):
             passed = time.monotonic() - began
-            words = f"the command is done, but its process has not ended for {passed:.0f} s"
+            message = f"the command is done, but its process has not ended for {passed:.0f} s"
             reason = _waits_for(awaited_threads())
-            print(f"evener: {words}: {reason}\n{_own_threads()}{end}", file=sys.stderr, flush=True)
+            print(f"evener: {message}: {reason}\n{_own_threads()}{end}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
@@ -107,5 +107,5 @@ def _own_threads() -> str:
 
 def _waits_for(threads: Collection[str]) -> str:
     names = ", ".join(map(repr, threads))
-    words = f"the thread{'s' * (len(threads) > 1)} {names}, which should end or be daemons"
-    return f"it waits for {words if names else 'what was registered with atexit'}"
+    message = f"the thread{'s' * (len(threads) > 1)} {names}, which should end or be daemons"
+    return f"it waits for {message if names else 'what was registered with atexit'}"

@@ -93,9 +93,9 @@ class LauncherWatchdog:
         last = [beat for beat in beats.values() if beat is not None]
         limit = max((beat.limit for beat in last), default=0.0)
         if last and seconds >= limit + _PATIENCE_SECONDS:
-            self._end(last, RankTimeoutError(silence_words(last, seconds, f" (timeout {limit:g} s)")))
+            self._end(last, RankTimeoutError(silence_message(last, seconds, f" (timeout {limit:g} s)")))
         else:
-            self._reminder.say(seconds, lambda: silence_words(last, seconds))
+            self._reminder.say(seconds, lambda: silence_message(last, seconds))
 
     def _end(self, beats: Sequence[Heartbeat], why: EvenerError) -> None:
         self.found = why
@@ -104,7 +104,7 @@ class LauncherWatchdog:
                 os.kill(beat.pid, signal.SIGKILL)
 
 
-def silence_words(beats: Sequence[Heartbeat], seconds: float, limit: str = "") -> str:
+def silence_message(beats: Sequence[Heartbeat], seconds: float, limit: str = "") -> str:
     """Returns the report on ranks that are all silent, with their stacks."""
     stacks = {beat.rank: stacks_of(beat.pid) for beat in beats}
     return (

@@ -35,7 +35,7 @@ class Headcount:
         """
         return max((count for count in self.counts if count <= ranks - dead), default=self.counts[-1])
 
-    def words(self, ranks: int) -> str:
+    def description(self, ranks: int) -> str:
         """Returns text about the number of ranks for the message about a restart; empty if the number is fixed."""
         plural = "" if ranks == 1 else "s"
         return f", with {ranks} rank{plural}" if len(self.counts) > 1 else ""

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from evener.core.stdio import to_stderr
-from evener.distributed.file_descriptors import shortage_words
+from evener.distributed.file_descriptors import shortage_message
 from evener.distributed.launch.rendezvous import Rendezvous
 from evener.distributed.launch.rendezvous_state import JsonBackend
 from evener.distributed.loopback import OneMachine
@@ -85,7 +85,7 @@ class RendezvousWait:
         except ValueError as error:
             raise _refused(self._rendezvous, error) from error
         except (RendezvousTimeoutError, RendezvousConnectionError, dist.DistError) as error:
-            raise RankTimeoutError(self.words(error)) from error
+            raise RankTimeoutError(self.message(error)) from error
         finally:
             over.set()
             if thread.is_alive():
@@ -103,14 +103,14 @@ class RendezvousWait:
                 f"{time.monotonic() - began:.0f} s"
             )
 
-    def words(self, error: BaseException) -> str:
+    def message(self, error: BaseException) -> str:
         """Returns the message for a wait that ended with ``error``."""
         came = "" if self._came is None else f", {self._came} of {self._machines} came"
         said = f" ({_first_line(error)})" if _first_line(error) else ""
         return (
             f"the machines of the run did not find each other within {self._timeout_seconds:g} s at "
             f"{self._rendezvous.endpoint}{came}{said}; is the command running on all of them, with the same endpoint "
-            f"and id, and can the endpoint be reached from there?{shortage_words()}"
+            f"and id, and can the endpoint be reached from there?{shortage_message()}"
         )
 
 
@@ -131,7 +131,8 @@ def _refused(rendezvous: Rendezvous, error: ValueError) -> ConfigurationError:
         "rdzv_endpoint": rendezvous.endpoint,
         "rdzv_conf": rendezvous.rdzv_conf,
     }
-    words = ", ".join(f"{name} is {value!r}" for name, value in given.items() if value)
+    message = ", ".join(f"{name} is {value!r}" for name, value in given.items() if value)
     return ConfigurationError(
-        f"the machines of the run cannot meet: {error} Here {words}; an endpoint is HOST:PORT, a backend c10d or static"
+        f"the machines of the run cannot meet: {error} Here {message}; an endpoint is HOST:PORT, "
+        "a backend c10d or static"
     )

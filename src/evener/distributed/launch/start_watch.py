@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from evener.distributed.environment import usable_cores
 from evener.distributed.processes import cpu_seconds
 from evener.distributed.watchdog.heartbeat import Heartbeat
-from evener.distributed.watchdog.stall import Reminder, rank_words
+from evener.distributed.watchdog.stall import Reminder, format_ranks
 
 
 class Starts:
@@ -35,10 +35,10 @@ class Starts:
         self._since = {(rank, pid): self._since.get((rank, pid), now) for rank, pid in late.items()}
         if late:
             seconds = now - min(self._since.values())
-            self._reminder.say(seconds, lambda: start_words(late, seconds))
+            self._reminder.say(seconds, lambda: late_start_message(late, seconds))
 
 
-def start_words(late: Mapping[int, int], seconds: float) -> str:
+def late_start_message(late: Mapping[int, int], seconds: float) -> str:
     """Returns the message: which ranks are late, their processor time, and the machine's load if it is too high.
 
     Args:
@@ -49,6 +49,6 @@ def start_words(late: Mapping[int, int], seconds: float) -> str:
     load, cores = os.getloadavg()[0], usable_cores()
     busy = f"; {load:.1f} programs want to compute on {cores} cores" if load > cores else ""
     return (
-        f"waiting for {seconds:.0f} s for the start of {rank_words(list(late))}: Python, PyTorch and the job are being "
-        f"loaded, for which {each} of processor time were had{busy}"
+        f"waiting for {seconds:.0f} s for the start of {format_ranks(list(late))}: Python, PyTorch and the job are "
+        f"being loaded, for which {each} of processor time were had{busy}"
     )

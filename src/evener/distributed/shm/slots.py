@@ -249,8 +249,8 @@ def tag_of(tensor: Tensor, extra: int = 0) -> int:
 
 def untag(tag: int) -> str:
     """Formats a tag for messages: ``10 x float32``."""
-    words = f"{(tag & _TENSOR) >> 8} x {str(_DTYPES[tag & 0xFF]).removeprefix('torch.')}"
-    return f"{words} in lasting memory" if tag > _TENSOR else words
+    description = f"{(tag & _TENSOR) >> 8} x {str(_DTYPES[tag & 0xFF]).removeprefix('torch.')}"
+    return f"{description} in lasting memory" if tag > _TENSOR else description
 
 
 def map_segments(group: dist.ProcessGroup, nbytes: int, what: str) -> list[Segment]:

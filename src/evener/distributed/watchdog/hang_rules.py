@@ -93,7 +93,7 @@ def complaint(why: Verdict, here: Heartbeat, others: Iterable[PeerState]) -> str
     """Returns the first line of the report."""
     limit = f"(timeout {here.limit:g} s)"
     if why == "left":
-        return left_words(here, others)
+        return departure_message(here, others)
     if why == "still":
         who = "no rank has" if list(others) else "this rank, the only one, has not"
         return f"{who} made any progress for {here.idle:.0f} s {limit}"
@@ -120,11 +120,11 @@ def differ(beats: Sequence[Heartbeat]) -> bool:
     return len(calls) > 1 and all(beat.waits and beat.step is None for beat in beats)
 
 
-def left_words(here: Heartbeat, others: Iterable[PeerState]) -> str:
+def departure_message(here: Heartbeat, others: Iterable[PeerState]) -> str:
     """Returns ``rank 1 has left after step 3 of 16 with status 0; but rank 0 waits in all-reduce of step 4``.
 
     Empty if no rank has left.
     """
-    left = [other.left_words for other in others if other.state in ("ended", "gone")]
+    left = [other.departure_message for other in others if other.state in ("ended", "gone")]
     doing = "waits" if here.waits else "is still"
     return f"{'; '.join(left)}; but rank {here.rank} {doing} in {here.place}" if left else ""

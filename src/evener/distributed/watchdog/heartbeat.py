@@ -108,12 +108,12 @@ class Heartbeat:
     @property
     def place(self) -> str:
         """Description of where the rank is: ``all-reduce of step 41, at train.py:33 in main``."""
-        words = in_words(self.phase or "its program", self.step)
+        phase_text = format_phase(self.phase or "its program", self.step)
         if self.payload:
-            words += f" of {self.payload}"
-        if self.together not in ("", words):
-            words += f" (during {self.together})"
-        return f"{words}, at {' < '.join(self.where)}" if self.where else words
+            phase_text += f" of {self.payload}"
+        if self.together not in ("", phase_text):
+            phase_text += f" (during {self.together})"
+        return f"{phase_text}, at {' < '.join(self.where)}" if self.where else phase_text
 
     @property
     def stuck_seconds(self) -> float:
@@ -121,7 +121,7 @@ class Heartbeat:
         return self.seconds if self.waits else self.idle
 
     @property
-    def status_words(self) -> str:
+    def exit_status_text(self) -> str:
         return "" if self.status is None else f" with status {self.status}"
 
     @property
@@ -134,7 +134,7 @@ def interval_of(limit_seconds: float) -> float:
     return min(INTERVAL_SECONDS, limit_seconds / _BEATS)
 
 
-def in_words(name: str, step: int | None) -> str:
+def format_phase(name: str, step: int | None) -> str:
     """Returns ``all-reduce of step 41``, or only the name without a step."""
     return name if step is None else f"{name} of step {step}"
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import psutil
 
-from evener.distributed.file_descriptors import shortage_words
+from evener.distributed.file_descriptors import shortage_message
 from evener.distributed.hosts import host_token
 from evener.distributed.processes import find, state_of
 from evener.distributed.watchdog.heartbeat import Heartbeat
@@ -109,23 +109,23 @@ class PeerState:
         if self.beat is None:
             return f"rank {self.rank}: has given no sign of life yet"
         done = f", after {self.beat.progress}" if self.beat.progress else ""
-        short = shortage_words(self.beat.pid) if self._is_local(self.beat) else ""
+        short = shortage_message(self.beat.pid) if self._is_local(self.beat) else ""
         return f"{self.beat.who}: {self._doing(self.beat)}{done}{short}"
 
     @property
-    def left_words(self) -> str:
+    def departure_message(self) -> str:
         """Description of a rank that has ended or is gone: ``rank 1 has left after step 3 of 16 with status 0``."""
         beat = self.beat
         assert beat is not None
         done = f" after {beat.progress}" if beat.progress else ""
         if self.state == "gone":
             return f"rank {beat.rank} is gone{done}"
-        return f"rank {beat.rank} has left{done}{beat.status_words}"
+        return f"rank {beat.rank} has left{done}{beat.exit_status_text}"
 
     def _doing(self, beat: Heartbeat) -> str:
         last = f"last seen in {beat.place}"
         if self.state == "ended":
-            return f"has left on its own{beat.status_words}"
+            return f"has left on its own{beat.exit_status_text}"
         if self.state == "gone":
             return f"is gone; {last}"
         if self.state == "stopped":

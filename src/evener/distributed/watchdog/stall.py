@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
 from evener.distributed.watchdog.hang_rules import AT_WORK
-from evener.distributed.watchdog.heartbeat import Heartbeat, in_words
+from evener.distributed.watchdog.heartbeat import Heartbeat, format_phase
 from evener.distributed.watchdog.peer_state import PeerState
 
 FIRST_SECONDS = "EVENER__FIRST_WORD_SECONDS"
@@ -47,18 +47,18 @@ class Reminder:
         self._last = now if is_due else self._last
         return is_due
 
-    def say(self, seconds: float, words: Callable[[], str], over: bool = False) -> None:
-        """Prints ``words`` to standard error if a message is due.
+    def say(self, seconds: float, message: Callable[[], str], over: bool = False) -> None:
+        """Prints ``message`` to standard error if a message is due.
 
         Args:
             seconds: Length of the wait.
-            words: Returns the message.
+            message: Returns the message.
             over: True to overwrite a live line of this process, which is drawn again below the message.
         """
         if self.is_due(seconds):
             with suppress(OSError, ValueError):  # standard error is closed, or its reader is gone
                 place = (_OVER if over else "\n") if sys.stderr.isatty() else ""  # below another's live line
-                print(f"{place}evener: {words()}", file=sys.stderr, flush=True)
+                print(f"{place}evener: {message()}", file=sys.stderr, flush=True)
 
 
 class Stall:
@@ -75,9 +75,9 @@ class Stall:
         stalled = is_stalled(here)
         if stalled and speaks:
             live = self.show is not None
-            self._reminder.say(here.stuck_seconds, lambda: stall_words(here, others), live)
+            self._reminder.say(here.stuck_seconds, lambda: stall_message(here, others), live)
         if self.show is not None and (stalled or self._shown):
-            self.show(live_words(here, others) if stalled else "")
+            self.show(live_line(here, others) if stalled else "")
             self._shown = stalled
 
 
@@ -86,16 +86,16 @@ def is_stalled(here: Heartbeat) -> bool:
     return here.stuck_seconds >= first_word_seconds() and (here.waits or here.phase is not None)
 
 
-def stall_words(here: Heartbeat, others: Iterable[PeerState]) -> str:
+def stall_message(here: Heartbeat, others: Iterable[PeerState]) -> str:
     """Returns the message: ``no progress for 12 s: rank 0 waits in all-reduce of step 4 for rank 1 (in ...)``."""
     waiting, late = _told_apart(here, others)
-    words = {standing.rank: _doing(standing) for standing in late}
-    missing = " and ".join(f"{ranks} ({doing})" for ranks, doing in _grouped(words))
-    there = "; ".join(_waiting_words(waiting))
-    return _lead(here, words) + " for ".join(part for part in (there, missing) if part)
+    actions = {standing.rank: _doing(standing) for standing in late}
+    missing = " and ".join(f"{ranks} ({doing})" for ranks, doing in _grouped(actions))
+    there = "; ".join(_waiting_lines(waiting))
+    return _lead(here, actions) + " for ".join(part for part in (there, missing) if part)
 
 
-def live_words(here: Heartbeat, others: Iterable[PeerState]) -> str:
+def live_line(here: Heartbeat, others: Iterable[PeerState]) -> str:
     """Returns the live line: ``no progress for 12 s: rank 1 at a.py:3 in main, its program; rank 0 waits in ...``.
 
     A terminal may cut off the end, so the rank that others wait for comes first.
@@ -103,7 +103,7 @@ def live_words(here: Heartbeat, others: Iterable[PeerState]) -> str:
     waiting, late = _told_apart(here, others)
     lead = _lead(here, {standing.rank: _doing(standing) for standing in late})
     missing = [f"{ranks} {place}" for ranks, place in _grouped({each.rank: _at(each) for each in late})]
-    return lead + "; ".join([*missing, *_waiting_words(waiting)])
+    return lead + "; ".join([*missing, *_waiting_lines(waiting)])
 
 
 def _told_apart(here: Heartbeat, others: Iterable[PeerState]) -> tuple[dict[int, str], list[PeerState]]:
@@ -114,11 +114,11 @@ def _told_apart(here: Heartbeat, others: Iterable[PeerState]) -> tuple[dict[int,
 
 
 def _lead(here: Heartbeat, late: dict[int, str]) -> str:
-    computes = any(words.startswith("computing") for words in late.values())
+    computes = any(action.startswith("computing") for action in late.values())
     return f"{'still computing after' if computes else 'no progress for'} {here.stuck_seconds:.0f} s: "
 
 
-def _waiting_words(waiting: dict[int, str]) -> list[str]:
+def _waiting_lines(waiting: dict[int, str]) -> list[str]:
     return [
         f"{ranks} {'wait' if ranks.startswith('ranks') else 'waits'} in {place}"
         for ranks, place in _grouped(waiting)
@@ -131,8 +131,8 @@ def _waits(standing: PeerState) -> bool:
 
 
 def _place(beat: Heartbeat) -> str:
-    words = in_words(beat.phase or "its program", beat.step)
-    return f"{words}, at {beat.where[0]}" if beat.where else words
+    place = format_phase(beat.phase or "its program", beat.step)
+    return f"{place}, at {beat.where[0]}" if beat.where else place
 
 
 def _doing(standing: PeerState) -> str:
@@ -141,7 +141,7 @@ def _doing(standing: PeerState) -> str:
     if beat is None:
         return "no sign of life yet"
     fates = {
-        "ended": f"left{beat.status_words}",
+        "ended": f"left{beat.exit_status_text}",
         "gone": "gone",
         "stopped": "stopped, by SIGSTOP or a debugger",
     }
@@ -157,18 +157,18 @@ def _at(standing: PeerState) -> str:
     beat = standing.beat
     if beat is None or standing.is_lost or not beat.where:
         return _doing(standing)
-    return f"at {beat.where[0]}, {in_words(beat.phase or 'its program', beat.step)}"
+    return f"at {beat.where[0]}, {format_phase(beat.phase or 'its program', beat.step)}"
 
 
-def _grouped(words: dict[int, str]) -> list[tuple[str, str]]:
+def _grouped(texts: dict[int, str]) -> list[tuple[str, str]]:
     """Groups the ranks with equal text. Returns the first few groups, each as ranks and text."""
     groups: dict[str, list[int]] = {}
-    for rank, text in words.items():
+    for rank, text in texts.items():
         groups.setdefault(text, []).append(rank)
-    return [(rank_words(ranks), text) for text, ranks in list(groups.items())[:_GROUPS_SHOWN]]
+    return [(format_ranks(ranks), text) for text, ranks in list(groups.items())[:_GROUPS_SHOWN]]
 
 
-def rank_words(ranks: list[int]) -> str:
+def format_ranks(ranks: list[int]) -> str:
     """Formats ranks: ``rank 3``, ``ranks 0, 1``; of many the first six and the number of the others."""
     shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
     more = f" and {len(ranks) - _RANKS_SHOWN} others" if len(ranks) > _RANKS_SHOWN else ""

@@ -46,7 +46,7 @@ class StoreHealth:
         return time.monotonic() - self._stopped_since
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Message that says what is wrong with the launcher or the store."""
         if self.stopped_seconds():
             return f"its launcher (pid {self._pid}) is stopped (SIGSTOP, or a debugger)"

@@ -41,13 +41,13 @@ from evener.distributed.failure import is_timeout, record_failure
 from evener.distributed.hosts import host_token
 from evener.distributed.recovery.replacement import may_be_recalled
 from evener.distributed.restart_count import next_name
-from evener.distributed.watchdog.hang_rules import complaint, left_words, may_look, verdict
+from evener.distributed.watchdog.hang_rules import complaint, departure_message, may_look, verdict
 from evener.distributed.watchdog.heartbeat import (
     INTERVAL_SECONDS,
     Heartbeat,
     MainThread,
     awaited_threads,
-    in_words,
+    format_phase,
     interval_of,
 )
 from evener.distributed.watchdog.idle_time import Activity
@@ -75,11 +75,11 @@ def standings() -> str:
     return "" if watchdog is None else f"\n{watchdog.report()}"
 
 
-def departed(words: str) -> str:
-    """Returns ``words``, preceded by the watchdog's message if it knows that a rank has left."""
+def departed(message: str) -> str:
+    """Returns ``message``, preceded by the watchdog's message if it knows that a rank has left."""
     watchdog = current_watchdog()
-    told = "" if watchdog is None else watchdog.departure()
-    return f"{told}\n({words})" if told else words
+    departure = "" if watchdog is None else watchdog.departure()
+    return f"{departure}\n({message})" if departure else message
 
 
 def backstop(timeout_seconds: float) -> float:
@@ -118,7 +118,7 @@ class Watchdog:
         self._activity = Activity()
         self._marks = 0
         self._count = itertools.count(1)
-        self._told = False
+        self._has_failed = False
         self._stall = Stall()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evener-watchdog", daemon=True)
@@ -182,7 +182,7 @@ class Watchdog:
         name and step. The waits themselves need a longer timeout: that of `Session.patient_group`.
         """
         place = self._at(name, step, False)
-        return Phase(self, place._replace(together=in_words(name, place.step)))
+        return Phase(self, place._replace(together=format_phase(name, place.step)))
 
     def _at(self, name: str, step: int | None, waits: bool) -> PhaseMark:
         """Creates a mark. Without a step it takes the step of the enclosing phase."""
@@ -242,9 +242,9 @@ class Watchdog:
         text = str(error).strip().splitlines()
         if may_be_recalled():
             return RankError(f"rank {self.rank} lost other ranks in {self._beat().place}: {text[:1]}")
-        place, told = self._beat().place, self.departure()
+        place, departure = self._beat().place, self.departure()
         kind = RankTimeoutError if is_timeout(error) else RankError
-        lost = told or f"rank {self.rank} lost other ranks in {place}\n{self.report(stacks=True)}"
+        lost = departure or f"rank {self.rank} lost other ranks in {place}\n{self.report(stacks=True)}"
         return kind(f"{lost}\n({text[0] if text else error!r})")
 
     def departure(self) -> str:
@@ -255,8 +255,8 @@ class Watchdog:
         if may_be_recalled():
             return ""
         self._roster.find_lost(self._interval)
-        words = left_words(self._beat(), self._roster.others)
-        return f"{words}\n{self.report()}" if words else ""
+        departed = departure_message(self._beat(), self._roster.others)
+        return f"{departed}\n{self.report()}" if departed else ""
 
     def _beat(self) -> Heartbeat:
         place, sample, now = self.place, self._main.take_sample(), time.monotonic()
@@ -301,7 +301,7 @@ class Watchdog:
                 if not self._store_answers(error, failures) and self._keeper.is_lost_for(self._interval):
                     self._go_on_alone()
             except Exception as error:
-                self._tell(error)
+                self._report_failure(error)
 
     def _store_answers(self, error: Exception, failures: int) -> bool:
         """Handles an error of the store. Returns False if the store does not answer.
@@ -314,7 +314,7 @@ class Watchdog:
             with suppress(RuntimeError, OSError):
                 self._roster.reconnect()
                 if failures > 2:
-                    self._tell(error)
+                    self._report_failure(error)
                 return True
         self._keeper.silent()
         return False
@@ -328,13 +328,15 @@ class Watchdog:
                 if beat.waits
                 else f"made no progress for {beat.idle:.0f} s in"
             )
-            self._speak(f"rank {self.rank} has {doing} {beat.place}, and {self._keeper.words}", aloud=True)
+            self._end_process(
+                f"rank {self.rank} has {doing} {beat.place}, and {self._keeper.description}", aloud=True
+            )
 
-    def _tell(self, error: Exception) -> None:
+    def _report_failure(self, error: Exception) -> None:
         """Prints an internal error of the watchdog, only the first time. It would be invisible otherwise."""
-        if self._told:
+        if self._has_failed:
             return
-        self._told = True
+        self._has_failed = True
         trace = "".join(traceback.format_exception(error)).rstrip()
         to_stderr(f"the watchdog of rank {self.rank} failed, and goes on:\n{trace}")
 
@@ -342,7 +344,7 @@ class Watchdog:
         self._activity.update(self._marks, self._interval, self._main.take_sample().debugs)
         beat = self._beat()
         if self._keeper.stopped_seconds() >= self.timeout_seconds:
-            self._speak(f"the run is left alone: {self._keeper.words}", aloud=True)
+            self._end_process(f"the run is left alone: {self._keeper.description}", aloud=True)
         self._publish(beat)
         self._keeper.heard()
         self._roster.answer()
@@ -361,13 +363,15 @@ class Watchdog:
             other.compare(beat)
         why = verdict(beat, others)
         if why is not None:
-            self._speak(complaint(why, beat, others), RankError if why == "left" else RankTimeoutError)
+            self._end_process(complaint(why, beat, others), RankError if why == "left" else RankTimeoutError)
 
-    def _speak(self, words: str, kind: type[EvenerError] = RankTimeoutError, aloud: bool = False) -> None:
+    def _end_process(
+        self, message: str, kind: type[EvenerError] = RankTimeoutError, aloud: bool = False
+    ) -> None:
         """Records the error and ends the process in any case. Evener's launcher prints the recorded error; ``aloud``
         makes local rank 0 print it too, for cases in which the launcher may be stopped."""
         try:
-            error = kind(f"{words}\n{self.report(stacks=True)}")
+            error = kind(f"{message}\n{self.report(stacks=True)}")
             if self._run_dir is None or (aloud and os.environ.get("LOCAL_RANK", "0") == "0"):
                 print(f"{kind.__name__}: {error}", file=sys.stderr, flush=True)
             record_failure(error, self.rank)

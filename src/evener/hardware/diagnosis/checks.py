@@ -136,8 +136,8 @@ def mixed(survey: Survey) -> str:
     if len({card.name for card in cards}) < 2 and (not sizes or min(sizes) >= _ALIKE * max(sizes)):
         return ""
     kinds = dict.fromkeys((card.name, card.memory_nbytes) for card in cards)
-    words = [f"{name} ({f'{size / 2**30:.0f} GiB' if size else 'size unknown'})" for name, size in kinds]
-    return f"the {len(cards)} cards are not alike: {', '.join(words)}"
+    kinds_text = [f"{name} ({f'{size / 2**30:.0f} GiB' if size else 'size unknown'})" for name, size in kinds]
+    return f"the {len(cards)} cards are not alike: {', '.join(kinds_text)}"
 
 
 def tenants(card: Card) -> str:

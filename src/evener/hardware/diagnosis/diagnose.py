@@ -125,7 +125,7 @@ _SLOW: dict[str, tuple[Look, str]] = {
         "--strategy sharded also what it can hold",
     ),
     "card-in-use": (
-        lambda s: [f"{card}: {words}" for card in s.seen if (words := checks.tenants(card))],
+        lambda s: [f"{card}: {tenants_text}" for card in s.seen if (tenants_text := checks.tenants(card))],
         "end them, or choose other cards with CUDA_VISIBLE_DEVICES",
     ),
     "card-braked": (

@@ -24,6 +24,6 @@ class Finding:
     remedy: str
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """The finding in one line."""
         return f"{self.level}: {self.seen}; {self.remedy}"

@@ -107,19 +107,23 @@ def seen_cards(kind: str | None) -> tuple[Card, ...]:
 def _seen_card(device: torch.device) -> Card:
     """Describes a card by the properties that torch has for its device type; not all types have all of them."""
     module = torch.get_device_module(device)
-    told = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
+    properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
     return Card(
-        name=getattr(told, "name", device.type),
+        name=getattr(properties, "name", device.type),
         kind={"cuda": "amd" if torch.version.hip else "nvidia"}.get(device.type, device.type),
         device=str(device),
-        uuid=bare_uuid(str(getattr(told, "uuid", ""))),
-        architecture=_architecture(told),
-        memory_nbytes=getattr(told, "total_memory", None),
+        uuid=bare_uuid(str(getattr(properties, "uuid", ""))),
+        architecture=_architecture(properties),
+        memory_nbytes=getattr(properties, "total_memory", None),
     )
 
 
-def _architecture(told: object) -> str:
+def _architecture(properties: object) -> str:
     """Returns the architecture: ``gfx90a`` from ``gfx90a:sramecc+:xnack-``, or ``sm_86``; empty if not known."""
     if torch.version.hip:
-        return str(getattr(told, "gcnArchName", "")).partition(":")[0]
-    return f"sm_{told.major}{told.minor}" if hasattr(told, "major") and hasattr(told, "minor") else ""
+        return str(getattr(properties, "gcnArchName", "")).partition(":")[0]
+    return (
+        f"sm_{properties.major}{properties.minor}"
+        if hasattr(properties, "major") and hasattr(properties, "minor")
+        else ""
+    )

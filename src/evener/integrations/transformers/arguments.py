@@ -134,9 +134,9 @@ def _check_fsdp(args: TrainingArguments) -> None:
     said = args.fsdp_config if args.fsdp and isinstance(args.fsdp_config, dict) else {}
     strange = sorted(name for name, value in said.items() if value and name not in _FSDP_CHANGES_NOTHING)
     if strange or str(said.get("reshard_after_forward")).startswith(("hybrid", "no_shard")):
-        words = ", ".join(strange) or f"reshard_after_forward={said['reshard_after_forward']!r}"
+        options = ", ".join(strange) or f"reshard_after_forward={said['reshard_after_forward']!r}"
         raise ConfigurationError(
-            f"fsdp_config with {words} is not honoured by Evener's Trainer; leave it out, or give settings={{'mesh': "
+            f"fsdp_config with {options} is not honoured by Evener's Trainer; leave it out, or give settings={{'mesh': "
             "'data=2,shard=4'} for a hybrid of both"
         )
 

@@ -27,7 +27,7 @@ from transformers.trainer_callback import (
 )
 from transformers.trainer_utils import speed_metrics
 
-from evener.core.os_errors import in_words
+from evener.core.os_errors import storage_errors
 from evener.core.records import Note
 from evener.errors import ConfigurationError
 from evener.integrations.transformers.callbacks import TrainerEvents
@@ -162,8 +162,8 @@ class Following(Callback):
             )
         if complete or control.should_training_stop:
             if not complete:
-                words = f"ends after step {engine.steps_done}, asked by a callback"
-                engine.observers.event(Note(engine.steps_done, words))
+                message = f"ends after step {engine.steps_done}, asked by a callback"
+                engine.observers.event(Note(engine.steps_done, message))
             engine.observers.ended = True
             return
         if next_epoch:
@@ -254,7 +254,7 @@ class Following(Callback):
         if trainer.state.best_global_step and (best == made or best.exists()):
             trainer.state.best_model_checkpoint = str(best)
         first = engine.session.rank == 0
-        with in_words(f"the checkpoint {made} cannot be written"):
+        with storage_errors(f"the checkpoint {made} cannot be written"):
             if first and partial.exists():
                 shutil.rmtree(partial)
             trainer.save_model(str(partial))

@@ -5,7 +5,7 @@ raise or close anything. If one rank fails early, the others may wait for its pa
 the all-reduce has a process group of its own, and reports go through another::
 
     rank 0   all-reduce ── waits for rank 1 ── timed out after 20.0 s ─┐
-    rank 1   all-reduce ── raises after 0.1 s ── waits ────────────────┴─ told: rank 1 was the first
+    rank 1   all-reduce ── raises after 0.1 s ── waits ────────────────┴─ reported: rank 1 was the first
 """
 
 from __future__ import annotations
@@ -197,16 +197,16 @@ def _group_of_all(stack: ExitStack, parent: dist.ProcessGroup, timeout_seconds: 
 
 def _settle(trial: AllReduceTrial, promise: str, attempt: Attempt) -> None:
     """Tests one promise, then closes what was opened. If any rank reports an error, all ranks raise it."""
-    tried = _all_told(trial, promise, partial(attempt, trial))
-    closed = _all_told(trial, promise, trial.kept.close)
-    for told in (tried, closed):
-        _judge(trial, promise, told)
+    tried = _all_reports(trial, promise, partial(attempt, trial))
+    closed = _all_reports(trial, promise, trial.kept.close)
+    for reports in (tried, closed):
+        _judge(trial, promise, reports)
 
 
-def _all_told(
+def _all_reports(
     trial: AllReduceTrial, promise: str, act: Callable[[], str | Digests | None]
 ) -> list[TrialReport]:
-    own = _told(trial.rank, act)
+    own = _report(trial.rank, act)
     try:
         return all_gather(own, trial.table)
     except RuntimeError as error:
@@ -214,7 +214,7 @@ def _all_told(
         raise broken(trial.name, promise, f"{seen}{trial.roll_call.explain(error)}") from error
 
 
-def _told(rank: int, act: Callable[[], str | Digests | None]) -> TrialReport:
+def _report(rank: int, act: Callable[[], str | Digests | None]) -> TrialReport:
     start = time.monotonic()
     refused, seen = False, None
     try:
@@ -231,14 +231,14 @@ def _told(rank: int, act: Callable[[], str | Digests | None]) -> TrialReport:
     return TrialReport(rank, seconds, seen, refused)
 
 
-def _judge(trial: AllReduceTrial, promise: str, told: Sequence[TrialReport]) -> None:
+def _judge(trial: AllReduceTrial, promise: str, reports: Sequence[TrialReport]) -> None:
     """Raises the earliest error of any rank, for later ones may follow from it. Also raises if digests differ."""
-    first = min((one for one in told if one.wrong), key=lambda one: one.seconds, default=None)
+    first = min((one for one in reports if one.wrong), key=lambda one: one.seconds, default=None)
     if first is not None:
         seen = f"On rank {first.rank} of {trial.world_size}: {first.wrong}"
         raise ConfigurationError(seen) if first.refused else broken(trial.name, promise, seen)
-    for what in told[0].digests:
-        digests = [one.digests[what] for one in told]
+    for what in reports[0].digests:
+        digests = [one.digests[what] for one in reports]
         if len(set(digests)) > 1:
             raise broken(trial.name, promise, f"{what} have the digests {digests} on the ranks")
 

@@ -31,12 +31,12 @@ class PostOffice:
     """Metadata that ranks have sent, by sender and receiver, in the order of sending."""
 
     def __init__(self) -> None:
-        self.told: dict[tuple[int, int], list[Any]] = defaultdict(list)
+        self.messages: dict[tuple[int, int], list[Any]] = defaultdict(list)
 
     @property
     def sent(self) -> int:
         """Number of messages sent so far."""
-        return sum(map(len, self.told.values()))
+        return sum(map(len, self.messages.values()))
 
     def line(self, mesh: Mesh, axis: str, device: torch.device) -> P2PChannel:
         """Returns the channel of a rank. A new channel reads and repeats all messages from the start."""
@@ -67,19 +67,19 @@ class PretendedLine(P2PChannel):
     def wait(self, under_way: Iterable[dist.Work | None]) -> None:
         pass
 
-    def send_object(self, words: Any, to: int) -> None:
-        told = self._office.told[self._own, self._ranks[to]]
-        if self._sent[to] == len(told):
-            told.append(words)
+    def send_object(self, message: Any, to: int) -> None:
+        messages = self._office.messages[self._own, self._ranks[to]]
+        if self._sent[to] == len(messages):
+            messages.append(message)
         self._sent[to] += 1
 
     def receive_object(self, source: int) -> Any:
-        told = self._office.told[self._ranks[source], self._own]
+        messages = self._office.messages[self._ranks[source], self._own]
         place = self._heard[source]
         self._heard[source] += 1
-        if place >= len(told):
+        if place >= len(messages):
             raise NotYetSentError
-        return told[place]
+        return messages[place]
 
     def finish(self) -> None:
         self._kept.clear()

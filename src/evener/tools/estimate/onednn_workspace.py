@@ -38,16 +38,16 @@ def _nbytes(shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...], options: tu
     """Returns the size of the workspace. Dimension 0 of the input is the sequence, whatever the module's
     ``batch_first``.
     """
-    words = shapes[0][0][0]
-    few, twice = (_asked(min(words, most), shapes, options) for most in (_FEW, _TWICE))
-    return twice if words <= _TWICE else twice + (twice - few) * (words - _TWICE) // _FEW
+    length = shapes[0][0][0]
+    few, twice = (_asked(min(length, most), shapes, options) for most in (_FEW, _TWICE))
+    return twice if length <= _TWICE else twice + (twice - few) * (length - _TWICE) // _FEW
 
 
 def _asked(
-    words: int, shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...], options: tuple[Any, ...]
+    length: int, shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...], options: tuple[Any, ...]
 ) -> int:
     with without_fakes(), torch.enable_grad():
         (whole, dtype), *others = shapes
-        made = [torch.zeros(shape, dtype=kind) for shape, kind in (((words, *whole[1:]), dtype), *others)]
+        made = [torch.zeros(shape, dtype=kind) for shape, kind in (((length, *whole[1:]), dtype), *others)]
         options = tuple(list(value) if isinstance(value, tuple) else value for value in options)
         return int(RECURRENT(*made, *options)[3].numel())

@@ -37,7 +37,7 @@ def line_of(runs: ScriptRuns, parting: Parting) -> ScriptLine:
     return parting.line
 
 
-def told(runs: ScriptRuns, parting: Parting) -> str:
+def difference(runs: ScriptRuns, parting: Parting) -> str:
     """Describes what differs, as a sentence without its beginning."""
     return {
         "course": _course,
@@ -98,7 +98,7 @@ def _value(runs: ScriptRuns, parting: Parting) -> str:
 
 def _gradient(runs: ScriptRuns, parting: Parting) -> str:
     backward = [event.line for event in _since_last_step(runs.reference, parting.event)]
-    lines = ", ".join(dict.fromkeys(line.told for line in backward))
+    lines = ", ".join(dict.fromkeys(line.described for line in backward))
     since = f", left by {lines}" if lines else ""
     how = "ranks have different ones" if _parted_ranks(runs, parting) else "ranks agree on another one"
     return f"the gradient of {listed(list(parting.names))} differs before the update{since}: {how}"
@@ -223,7 +223,7 @@ def _factor(runs: ScriptRuns, parting: Parting) -> str:
 
 def _cause_of_text(runs: ScriptRuns, parting: Parting) -> str:
     return (
-        "losses, gradients and weights before it agree: the training is right, and the number that is told of it is "
+        "losses, gradients and weights before it agree: the training is right, and the number that is printed of it is "
         f"rank 0's own. {_DIVIDED[0].upper()}{_DIVIDED[1:]}; a sum over batches such as "
         "`total += loss.item() * len(x)` counts a rank's own samples"
     )
@@ -233,8 +233,8 @@ def _cause_of_replicas(runs: ScriptRuns, parting: Parting) -> str:
     rates = [run.events[parting.event : parting.event + 1] for run in runs.divided]
     shown = [event.rates for events in rates for event in events]
     if any(rate != shown[0] for rate in shown):
-        told = ", ".join(f"{_rates_of(rate)} on rank {rank}" for rank, rate in enumerate(shown))
-        return f"the learning rate is {told}: it depends on a rank's own samples, and must not; {_DIVIDED}"
+        listed_rates = ", ".join(f"{_rates_of(rate)} on rank {rank}" for rank, rate in enumerate(shown))
+        return f"the learning rate is {listed_rates}: it depends on a rank's own samples, and must not; {_DIVIDED}"
     if _own_grad(runs, parting) is not None:
         return _OWN_GRAD
     return "the ranks hold different weights, though rounding explains the difference: all must get the same update"

@@ -130,14 +130,14 @@ def _course(runs: ScriptRuns, rank: int) -> Parting | None:
     b = other[number] if number < len(other) else None
     known = b or a
     assert known is not None
-    texts = (_told(a), _told(b))
+    texts = (_described(a), _described(b))
     if a is None or b is None or a.place != b.place:
         return Parting(number, "course", known.line, rank=rank, texts=texts)
     return Parting(number, "samples" if a.what is What.BATCH else "shape", a.line, rank=rank, texts=texts)
 
 
-def _told(event: Event | None) -> str:
-    return "the end of the script" if event is None else f"{event.what} at {event.line.told}"
+def _described(event: Event | None) -> str:
+    return "the end of the script" if event is None else f"{event.what} at {event.line.described}"
 
 
 @dataclass(frozen=True)

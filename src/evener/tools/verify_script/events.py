@@ -35,7 +35,7 @@ class ScriptLine(NamedTuple):
         return linecache.getline(self.file, self.number).strip()
 
     @property
-    def told(self) -> str:
+    def described(self) -> str:
         """The line's place and text, for messages."""
         return f"{self} `{self.source}`" if self.source else str(self)
 

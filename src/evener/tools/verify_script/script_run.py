@@ -159,7 +159,7 @@ def record_script(script: ScriptCommand, plans: list[RunPlan], directory: str = 
                 _leave(recorder.record, left, rank)
             if isinstance(error, InterruptedRunError | KeyboardInterrupt):
                 raise
-            raise _told(error, rank, lines) from error
+            raise _with_line(error, rank, lines) from error
     output.finish()
     recorder.record.printed = output.printed
     return recorder.record
@@ -174,12 +174,12 @@ def _run(script: ScriptCommand) -> None:
             raise
 
 
-def _told(error: BaseException, rank: int, lines: ScriptLines) -> BaseException:
+def _with_line(error: BaseException, rank: int, lines: ScriptLines) -> BaseException:
     """Returns the error with the line of the script that raised it."""
     line = lines.of_error(error)
     if isinstance(error, Exception) and is_communication_error(error):
         if isinstance(error, RankTimeoutError) and line is not None:
-            return RankTimeoutError(f"{error} (at {line.told})")
+            return RankTimeoutError(f"{error} (at {line.described})")
         return error
     if isinstance(error, EvenerError):
         return ScriptError(said(error), line, refused=True)

@@ -14,7 +14,7 @@ from evener.distributed.launch.launch import is_launched
 from evener.errors import ConfigurationError, EvenerError, InterruptedRunError
 from evener.tools.verify.comparison import LIMIT
 from evener.tools.verify.verification import ALL_RUNS, FIRST_RUNS, STRONGER
-from evener.tools.verify_script.causes import cause, line_of, told
+from evener.tools.verify_script.causes import cause, difference, line_of
 from evener.tools.verify_script.comparison import (
     Parting,
     ScriptComparison,
@@ -154,18 +154,18 @@ class _Proof:
             reference = self._first_runs()
         except EvenerError as error:
             return self._failed(error, "on one device")
-        told = replace(
+        verification = replace(
             self._blank,
             steps=reference.steps,
             ended_by_limit=reference.ended_by_limit,
             passes=reference.passes,
             reference_losses=reference.losses(),
         )
-        if words := _nothing(reference):
-            return replace(told, found=words[0], hint=words[1])
+        if reason := _nothing(reference):
+            return replace(verification, found=reason[0], hint=reason[1])
         if (line := _unsteady(reference, self._disturbed)) is not None:
             return replace(
-                told,
+                verification,
                 line=str(line),
                 source=line.source,
                 found="on one device, too, the script does not do the same twice",
@@ -177,9 +177,9 @@ class _Proof:
         )
         if divided.error is not None:
             where = f"on {self._blank.processes} ranks, and not on one device"
-            failed = self._failed(divided.error, where, told)
+            failed = self._failed(divided.error, where, verification)
             return _led_to(failed, ScriptRuns(reference, self._disturbed, divided.records))
-        return self._judged(reference, divided.records, told)
+        return self._judged(reference, divided.records, verification)
 
     def _first_runs(self) -> Record:
         reference, *self._disturbed = alone(self._script, [self._plan(0), *self._plans(FIRST_RUNS)])
@@ -209,24 +209,24 @@ class _Proof:
         return chosen | {"timeout_seconds": given.timeout_seconds}
 
     def _judged(
-        self, reference: Record, divided: list[Record], told: ScriptVerification
+        self, reference: Record, divided: list[Record], verification: ScriptVerification
     ) -> ScriptVerification:
         found = compare(ScriptRuns(reference, self._disturbed, divided))
         if found.partings and not _is_sure(reference, found.partings[0]):
             self._measure(ALL_RUNS, STRONGER)
             found = compare(ScriptRuns(reference, self._disturbed, divided))
-        told = replace(
-            told,
+        verification = replace(
+            verification,
             losses=divided[0].losses(),
             times_floor=found.times_floor,
             judged_absolutely=found.noise,
             replicas_identical=len({run.digest for run in divided}) == 1,
             passed=not found.partings,
         )
-        return _explained(told, ScriptRuns(reference, self._disturbed, divided), found)
+        return _explained(verification, ScriptRuns(reference, self._disturbed, divided), found)
 
     def _failed(
-        self, error: EvenerError, where: str, told: ScriptVerification | None = None
+        self, error: EvenerError, where: str, verification: ScriptVerification | None = None
     ) -> ScriptVerification:
         """Returns the verdict on a script that ended with an error.
 
@@ -236,10 +236,10 @@ class _Proof:
         if isinstance(error, ConfigurationError | InterruptedRunError):
             raise error
         line = error.line if isinstance(error, ScriptError) and error.line is not None else ScriptLine("", 0)
-        message = error.message if isinstance(error, ScriptError) and told is None else str(error)
+        message = error.message if isinstance(error, ScriptError) and verification is None else str(error)
         refused = isinstance(error, ScriptError) and error.refused
         return replace(
-            told or self._blank,
+            verification or self._blank,
             line=str(line) if line.file else "",
             source=line.source if line.file else "",
             found=f"{'Evener refuses it' if refused else 'the script fails'} {where}: {message}",
@@ -302,26 +302,28 @@ def _led_to(failed: ScriptVerification, runs: ScriptRuns) -> ScriptVerification:
         failed,
         line=str(line),
         source=line.source,
-        hint=f"the first difference before it: {told(runs, parting)}: {cause(runs, parting)}",
+        hint=f"the first difference before it: {difference(runs, parting)}: {cause(runs, parting)}",
     )
 
 
-def _explained(told_: ScriptVerification, runs: ScriptRuns, found: ScriptComparison) -> ScriptVerification:
+def _explained(
+    verification: ScriptVerification, runs: ScriptRuns, found: ScriptComparison
+) -> ScriptVerification:
     if not found.partings:
-        return told_
+        return verification
     first, *others = found.partings
     line = line_of(runs, first)
     kinds = {first.kind: None}
     also = []
     for parting in others:
         if parting.kind not in kinds and parting.kind == "printed":
-            also.append(f"{line_of(runs, parting).told}: {told(runs, parting)}")
+            also.append(f"{line_of(runs, parting).described}: {difference(runs, parting)}")
         kinds[parting.kind] = None
     return replace(
-        told_,
+        verification,
         line=str(line),
         source=line.source,
-        found=told(runs, first),
+        found=difference(runs, first),
         hint=cause(runs, first),
         also=also,
     )

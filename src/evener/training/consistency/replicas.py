@@ -160,7 +160,7 @@ class ReplicaCheck:
         learner: Holds the tensors.
         control: Exchanges numbers between all ranks.
         config: Says how often to compare, and what to do if tensors differ.
-        tell: Called with a record of what was healed.
+        report: Called with a record of what was healed.
 
     Raises:
         ConfigurationError: For settings that would have no effect.
@@ -171,17 +171,17 @@ class ReplicaCheck:
         learner: Learner,
         control: Exchange,
         config: RunConfig,
-        tell: Callable[[Any], None],
+        report: Callable[[Any], None],
     ) -> None:
         every, remedy = config.check_replicas, config.on_replica_mismatch
         self._apart_by_kind = learner.session.mixed and remedy is None and every != 0
         if self._apart_by_kind and learner.synchronizer.keeps_equal:
             remedy = "rank0"
-        self._learner, self._control, self._remedy, self._tell = learner, control, remedy, tell
+        self._learner, self._control, self._remedy, self._report = learner, control, remedy, report
         self._mesh, self._auto = learner.mesh, every is None
         self._every = FIRST if every is None else every
         self._keys: list[Axes] | None = None
-        self._told = False
+        self._is_reported = False
         self._last_step, self._last_time = 0, time.perf_counter()
         self._steps: deque[float] = deque(maxlen=100)  # seconds of the last steps
         self._last_cost = 0.0  # seconds of the last comparison, waiting included
@@ -283,24 +283,25 @@ class ReplicaCheck:
 
     def _resolve(self, step: int, everything: bool, own: Digests) -> None:
         everyone = self._learner.session.control.gather_objects(own)
-        words = self._difference(everyone)
+        difference = self._difference(everyone)
         if self._remedy is None:
             raise DivergenceError(
-                f"after step {step - 1} ranks that must hold the same do not: {words}. They were last seen equal after "
-                f"{self._last_step} steps. What can do it: memory or a device at fault, devices that round otherwise, "
-                "code that treats ranks differently, random numbers drawn in a model outside of evener.nn. Go on from "
-                "the last checkpoint, or set on_replica_mismatch to give them the state of the majority or of rank 0"
+                f"after step {step - 1} ranks that must hold the same do not: {difference}. They were last seen "
+                f"equal after {self._last_step} steps. What can do it: memory or a device at fault, devices that round "
+                "otherwise, code that treats ranks differently, random numbers drawn in a model outside of evener.nn. "
+                "Go on from the last checkpoint, or set on_replica_mismatch to give them the state of the majority or "
+                "of rank 0"
             )
-        strange = self._give(words, step - self._last_step)
+        strange = self._give(difference, step - self._last_step)
         if self._apart_by_kind:
             self._check_rounding(step, strange)
         again = self._learner.session.control.gather_objects(self._timed(everything)[0])
         if any(self._differing(again)):
             raise DivergenceError(f"after healing, ranks still differ: {self._difference(again)}")
         if self._apart_by_kind:
-            self._tell_of_kinds(step)
+            self._report_rounding(step)
         else:
-            self._tell(Note(step, f"replicas differed after step {step - 1} and were healed: {words}"))
+            self._report(Note(step, f"replicas differed after step {step - 1} and were healed: {difference}"))
 
     def _check_rounding(self, step: int, strange: str | None) -> None:
         """Raises an error on all ranks alike if a difference is too large for devices of different kinds."""
@@ -313,10 +314,10 @@ class ReplicaCheck:
                 "it: memory or a device at fault, code that treats ranks differently. Go on from the last checkpoint"
             )
 
-    def _tell_of_kinds(self, step: int) -> None:
+    def _report_rounding(self, step: int) -> None:
         """Reports the first rounding difference. Later ones are not reported."""
-        if not self._told:
-            self._tell(
+        if not self._is_reported:
+            self._report(
                 Note(
                     step,
                     "devices of different kinds round differently, so that their weights come apart in the last bits: "
@@ -324,7 +325,7 @@ class ReplicaCheck:
                     "on_replica_mismatch and check_replicas change that",
                 )
             )
-        self._told = True
+        self._is_reported = True
 
     def _differing(self, everyone: Sequence[Digests]) -> Iterator[tuple[Axes, str, tuple[int, ...]]]:
         """Yields the tensors that differ: axes, name, and the set of ranks."""
@@ -346,7 +347,7 @@ class ReplicaCheck:
         several = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         return f"{name}{several} is one thing on {', another on '.join(map(_named, alike))}"
 
-    def _give(self, words: str, steps: int) -> str | None:
+    def _give(self, difference: str, steps: int) -> str | None:
         """Sends all tensors, with the optimizer's state, from right ranks to the others.
 
         Returns:
@@ -360,10 +361,11 @@ class ReplicaCheck:
         for key in self._keys or ():
             held = [digests.get(key, {}) for digests in everyone]
             if self._astray([sorted(digests) for digests in held], key):
-                raise DivergenceError(f"ranks hold other tensors, which cannot be healed: {words}")
+                raise DivergenceError(f"ranks hold other tensors, which cannot be healed: {difference}")
             values = list(map(together, held))
             sources = {
-                ranks: self._source([values[rank] for rank in ranks], words) for ranks in self._alike(key)
+                ranks: self._source([values[rank] for rank in ranks], difference)
+                for ranks in self._alike(key)
             }
             group, ranks = self._mesh.group(*_free(key)), self._mesh.ranks(*_free(key))
             for part in parts if group is not None and self._astray(values, key) else ():
@@ -375,11 +377,11 @@ class ReplicaCheck:
         self._learner.synchronizer.updated(0)
         return strange
 
-    def _source(self, values: Sequence[float], words: str) -> int:
+    def _source(self, values: Sequence[float], difference: str) -> int:
         found = 0 if self._remedy == "rank0" else majority(values)
         if found is None:
             raise DivergenceError(
-                f"replicas differ, and no majority of them holds the same: {words}. Set "
+                f"replicas differ, and no majority of them holds the same: {difference}. Set "
                 "on_replica_mismatch=rank0, or go on from the last checkpoint"
             )
         return found

@@ -41,9 +41,9 @@ class Stopping:
 
     def _end(self) -> None:
         self._engine.observers.ended = True
-        words = self._engine.observers.ending or "an observer of another rank"
+        observer = self._engine.observers.ending or "an observer of another rank"
         self._engine.observers.event(
-            Note(self._engine.steps_done, f"ends after step {self._engine.steps_done}, asked by {words}")
+            Note(self._engine.steps_done, f"ends after step {self._engine.steps_done}, asked by {observer}")
         )
 
     def _asked_now(self) -> bool:

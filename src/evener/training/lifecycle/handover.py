@@ -54,7 +54,7 @@ class CarriedState:
     """Number of steps that the state includes; -1 if there is no state."""
     state: dict[str, Any] | None = None
     """Model and optimizer state. Set to None once it is loaded, because it is as large as model and optimizer."""
-    told: tuple[StepRecord, ...] = ()
+    records: tuple[StepRecord, ...] = ()
     """Records of the last steps."""
     begun: Any = None
     """What is done of the step after those, if the state includes it (`Stepper.interrupted`)."""
@@ -137,9 +137,9 @@ class RankReplacement:
             for rank, known in enumerate(control.gather_objects(self._generators.draw(best)))
             if not known
         ]
-        words = f"goes on after step {best} with what rank {source} had in memory"
+        message = f"goes on after step {best} with what rank {source} had in memory"
         unknown = f"; the random generators of rank {lost} begin anew" if lost else ""
-        return found, words + unknown
+        return found, message + unknown
 
     def _hand_on(self) -> CarriedState:
         """Gives up this rank's engine and returns the state to carry over."""
@@ -159,10 +159,10 @@ class RankReplacement:
         with suppress(RankError, RuntimeError):
             engine.step_sync.settle_before(steps)
             engine.tell()
-        told = [record for record in self._recent.steps if record.step < steps]
+        records = [record for record in self._recent.steps if record.step < steps]
         if lost := engine.step_sync.lost_before(steps):
-            told.append(lost.record())
-        return CarriedState(steps, engine.state.local_state(), tuple(told), begun)
+            records.append(lost.record())
+        return CarriedState(steps, engine.state.local_state(), tuple(records), begun)
 
 
 def _called(stay: SurvivorLease, error: Exception) -> Start | None:

@@ -39,5 +39,5 @@ def _fall_back(engine: Engine, run_dir: Path, error: DivergenceError) -> None:
     except (ConfigurationError, DataError) as lacking:
         raise DivergenceError(f"{error}. There is no checkpoint to fall back to: {lacking}") from error
     reason = str(error).partition(";")[0]
-    words = f"{reason}: back to the checkpoint after {engine.steps_done} steps"
-    engine.observers.event(Note(went_wrong, words))
+    message = f"{reason}: back to the checkpoint after {engine.steps_done} steps"
+    engine.observers.event(Note(went_wrong, message))

@@ -195,7 +195,7 @@ class Best:
         self.metric, _, direction = (keep_best or "").partition(":")
         self._lowest = direction == "min" or (not direction and "loss" in self.metric)
         self.value: float | None = None
-        self.words = ""
+        self.message = ""
         """Message for the user about the best evaluation so far; empty if there is none."""
         self._state: dict[str, Any] = {}
 
@@ -226,13 +226,13 @@ class Best:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the best value, unless it is that of another metric, with which values cannot be compared."""
         before = {name: state.get(name) for name in ("metric", "lowest")}
-        self.value, self._state, self.words = None, state, ""
+        self.value, self._state, self.message = None, state, ""
         if state and before == self._measure():
             self.value = state["value"]
         elif state and self.metric:
             kind = "lowest" if state["lowest"] else "highest"
             self._state = {}
-            self.words = (
+            self.message = (
                 f"keep_best is {self.metric!r}, and the run kept the {kind} {state['metric']} until now: the best "
                 "evaluation is looked for anew"
             )

@@ -57,13 +57,13 @@ class Batches:
         other = [rank for rank, row in enumerate(rows) if row != rows[0]]
         if other:
             raise ConfigurationError(_DIFFERENT.format(rank=other[0]))
-        turn, own = self._turn(size, mark, dim)
+        current_batch, own = self._current_batch(size, mark, dim)
         step, self.step = self.step, self.step + 1
-        with place.at(turn):
-            yield marked(map_leaves(partial(self._part, own, dim), made), turn)
-        self.balancer.observe(step, turn.batch.shares, place.finish(turn))
+        with place.at(current_batch):
+            yield marked(map_leaves(partial(self._part, own, dim), made), current_batch)
+        self.balancer.observe(step, current_batch.batch.shares, place.finish(current_batch))
 
-    def _turn(self, size: int, mark: float, dim: int) -> tuple[CurrentBatch, slice]:
+    def _current_batch(self, size: int, mark: float, dim: int) -> tuple[CurrentBatch, slice]:
         shares = self.balancer.shares(self.step, size)
         counts = bool(shares[self._place.rank])
         own = own_slice(shares, self._place.rank) if counts else slice(0, 1)
@@ -95,8 +95,8 @@ def _samples_in(made: Any, dim: int) -> int:
     shapes = [tuple(leaf.shape) for leaf in leaves_of(made) if isinstance(leaf, Tensor)]
     sizes = {shape[dim] if dim < len(shape) else 0 for shape in shapes}
     if len(sizes) != 1 or 0 in sizes:
-        told = ", ".join(map(str, shapes)) or "no tensor"
-        raise DataError(_NO_ROWS.format(dim=dim, shapes=told))
+        listed = ", ".join(map(str, shapes)) or "no tensor"
+        raise DataError(_NO_ROWS.format(dim=dim, shapes=listed))
     return sizes.pop()
 
 

@@ -25,7 +25,7 @@ class PastBatch(Protocol):
         """Number of samples of each rank."""
 
 
-_TURNS: Any = WeakTensorKeyDictionary()
+_BATCH_OF: Any = WeakTensorKeyDictionary()
 """Maps a tensor to its batch. An attribute of the tensor would be saved with it."""
 _KEPT = (
     "{what} with samples of a batch that is no longer at hand, and the ranks have other shares of the one that is: the "
@@ -34,37 +34,39 @@ _KEPT = (
 )
 
 
-def marked(tree: Any, turn: PastBatch) -> Any:
-    """Records ``turn`` as the batch of all tensors in ``tree``, and returns ``tree``."""
+def marked(tree: Any, batch: PastBatch) -> Any:
+    """Records ``batch`` as the batch of all tensors in ``tree``, and returns ``tree``."""
 
     def mark(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            _TURNS[leaf] = turn
+            _BATCH_OF[leaf] = batch
         return leaf
 
     return map_leaves(mark, tree)
 
 
-def check_at_hand(tree: Any, turns: Sequence[PastBatch], what: str) -> None:
+def check_at_hand(tree: Any, current_batches: Sequence[PastBatch], what: str) -> None:
     """Checks that tensors are not from a batch that the loop has left, unless the current one has the same shares.
 
     Args:
-        turns: The current batches; the last one is the innermost.
+        current_batches: The current batches; the last one is the innermost.
 
     Raises:
         ConfigurationError: If they are; on all ranks alike, because all know the shares of all.
     """
     found: list[PastBatch] = []
-    map_leaves(lambda leaf: found.extend(filter(None, [_turn_of(leaf)])), tree)
-    for turn in found:
-        if turn not in turns and not (turns and turns[-1].shares == turn.shares):
+    map_leaves(lambda leaf: found.extend(filter(None, [_batch_of(leaf)])), tree)
+    for batch in found:
+        if batch not in current_batches and not (
+            current_batches and current_batches[-1].shares == batch.shares
+        ):
             raise ConfigurationError(_KEPT.format(what=what))
 
 
-def _turn_of(leaf: Any) -> PastBatch | None:
+def _batch_of(leaf: Any) -> PastBatch | None:
     """Returns the batch of a tensor of a loader, or of a view of one; None for others."""
     if not isinstance(leaf, Tensor):
         return None
     whole = base_of(leaf)
-    found: PastBatch | None = _TURNS.get(leaf)
-    return found if found is not None or whole is None else _TURNS.get(whole)
+    found: PastBatch | None = _BATCH_OF.get(leaf)
+    return found if found is not None or whole is None else _BATCH_OF.get(whole)

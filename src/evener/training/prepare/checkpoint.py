@@ -31,12 +31,12 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
         CheckpointError: If the file could not be written; on all ranks.
     """
     place = current("evener.save")
-    words = place.session.control.broadcast_object(
+    message = place.session.control.broadcast_object(
         _written(Path(path), objects, place) if place.rank == 0 else ""
     )
-    if words:
+    if message:
         raise CheckpointError(
-            f"{path} could not be written on rank 0: {words}; what was there before is as it was"
+            f"{path} could not be written on rank 0: {message}; what was there before is as it was"
         )
 
 
@@ -50,20 +50,20 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
         DataError: If there is no such file, or it is damaged; on all ranks.
     """
     place = current("evener.load")
-    found, words = place.session.control.broadcast_object(_read(Path(path)) if place.rank == 0 else None)
-    if words:
-        raise DataError(words)
+    found, message = place.session.control.broadcast_object(_read(Path(path)) if place.rank == 0 else None)
+    if message:
+        raise DataError(message)
     states, values = found["states"], found["values"]
     for name in objects:
         if name not in states:
-            told = printable(few([*states, *values]))
-            raise ConfigurationError(f"{path} has no {name!r}; it has {told}")
+            listed = printable(few([*states, *values]))
+            raise ConfigurationError(f"{path} has no {name!r}; it has {listed}")
     for name, thing in objects.items():
         try:
             thing.load_state_dict(states[name])
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-            words = printable(said(error))
-            raise ConfigurationError(f"{name} does not go on from {path}: {words}") from error
+            message = printable(said(error))
+            raise ConfigurationError(f"{name} does not go on from {path}: {message}") from error
     place.random.load_state(found["random"])
     place.steps = found["steps"]
     if found.get("batches") is not None:

@@ -123,7 +123,7 @@ class PreparedLoader:
             **kept,
         )
         self._handed_out = self._passes = 0
-        self._turn: CurrentBatch | None = None
+        self._current_batch: CurrentBatch | None = None
         self._began = self._ordered = place.random.held()
         self._resumed: tuple[Tensor, Tensor] | None = None
 
@@ -142,8 +142,8 @@ class PreparedLoader:
                 "this loader belongs to an earlier call of evener.prepare, which a later one with models has ended: "
                 "use the one that the last call returned"
             )
-        if self._turn is not None:
-            place.leave(self._turn)  # of a pass that was abandoned, or ended by an error
+        if self._current_batch is not None:
+            place.leave(self._current_batch)  # of a pass that was abandoned, or ended by an error
         self._passes += 1
         shares.drawn.clear()
         self._handed_out, random = shares.skip, place.random
@@ -173,12 +173,14 @@ class PreparedLoader:
                 ordered = None
             if found is _NOTHING:
                 break
-            turn = self._turn = shares.drawn.popleft()
+            current_batch = self._current_batch = shares.drawn.popleft()
             self._handed_out += 1
-            with place.at(turn):
-                yield marked(map_leaves(lambda leaf: move(leaf, place.session.device, True), found), turn)
-            seconds = place.finish(turn)
-            self.balancer.observe(shares.step - len(shares.drawn) - 1, turn.batch.shares, seconds)
+            with place.at(current_batch):
+                yield marked(
+                    map_leaves(lambda leaf: move(leaf, place.session.device, True), found), current_batch
+                )
+            seconds = place.finish(current_batch)
+            self.balancer.observe(shares.step - len(shares.drawn) - 1, current_batch.batch.shares, seconds)
         self._handed_out = 0
         shares.epoch += 1
 

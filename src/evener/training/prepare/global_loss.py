@@ -65,13 +65,13 @@ def joined(
         Parted: If the ranks are at different places of a function, on all ranks.
         DivergenceError: If the total of a rank is not finite and has a gradient, on all ranks.
     """
-    turn = place.turn("the loss was computed")
+    current_batch = place.current_batch("the loss was computed")
     number = float(count)
-    counts = bool(turn.micro.weight) and bool(number or divisor(2.0) == 1.0)
+    counts = bool(current_batch.micro.weight) and bool(number or divisor(2.0) == 1.0)
     if not counts:
         total, number = silent(total), 0.0
     value = float(total.detach()) if counts else 0.0
-    rows = _told(place, code, value, number, _graph_of(total, place))
+    rows = _exchanged(place, code, value, number, _graph_of(total, place))
     graphs = [int(row[3] % 4) for row in rows]
     _check_finite(place, rows, graphs)
     over = divisor(sum(row[2] for row in rows))
@@ -83,11 +83,11 @@ def joined(
     else:
         made = total.detach().new_tensor(result)
     if not made.requires_grad and result.is_integer():
-        turn.counted.add(int(result))
+        current_batch.counted.add(int(result))
     if not is_marked:
         return made
     terms = [int(number)] if len({row[2] for row in rows}) == 1 else []
-    return _marked(place, made, [*own, turn.samples, *terms], sum(row[2] for row in rows), divisor)
+    return _marked(place, made, [*own, current_batch.samples, *terms], sum(row[2] for row in rows), divisor)
 
 
 _NONE, _BEHIND, _POSSIBLE = range(3)
@@ -100,10 +100,10 @@ def _graph_of(total: Tensor, place: LoopState) -> int:
     return _BEHIND if total.requires_grad else _POSSIBLE if len(place.outputs) == 1 else _NONE
 
 
-def _told(
+def _exchanged(
     place: LoopState, code: object, value: float, number: float, graph: int = _NONE
 ) -> list[list[float]]:
-    mark = place.turn("").mark
+    mark = place.current_batch("").mark
     rows = place.exchange("the loss", mark, value, number, 4 * _code(code) + graph)
     check_marks([row[0] for row in rows])
     if len({row[3] // 4 for row in rows}) > 1:
@@ -140,13 +140,13 @@ def _marked(
 
     Not needed if shares differ: then a mistake makes the ranks' values differ, which is detected anyway.
     """
-    turn, is_sum = place.turn(""), divisor(2.0) == 1.0
-    if turn.samples == turn.batch.size or not made.is_floating_point():
+    current_batch, is_sum = place.current_batch(""), divisor(2.0) == 1.0
+    if current_batch.samples == current_batch.batch.size or not made.is_floating_point():
         return made
-    if is_sum and len(set(turn.batch.shares)) > 1:
+    if is_sum and len(set(current_batch.batch.shares)) > 1:
         return made
-    confused = frozenset(number for number in own if number > 1) - {turn.batch.size, int(count)}
-    return whole_of(made, Confused(confused, turn.counted, place.rank), is_sum)
+    confused = frozenset(number for number in own if number > 1) - {current_batch.batch.size, int(count)}
+    return whole_of(made, Confused(confused, current_batch.counted, place.rank), is_sum)
 
 
 class _Joined(torch.autograd.Function):
@@ -190,16 +190,16 @@ class AllRanks(Joint):
 
     def extreme(self, value: Tensor, count: int, kind: Kind) -> Tensor:
         self._calls += 1
-        number = float(count * self._place.turn("").micro.weight)
-        rows = _told(self._place, (kind, self._calls), float(value), number)
+        number = float(count * self._place.current_batch("").micro.weight)
+        rows = _exchanged(self._place, (kind, self._calls), float(value), number)
         found = [row[1] for row in rows if row[2]] or [float(value)]
         return value.detach().new_tensor((max if kind == "max" else min)(found))
 
 
 def agreed(place: LoopState, way: LossKind) -> LossKind:
     """Returns the kind of loss that is right for all ranks. A collective call."""
-    wish = way if place.turn("").samples else LossKind.SUMS  # a placeholder sample shows nothing
-    return LossKind(int(max(row[1] for row in _told(place, "way", float(wish), 0.0))))
+    wish = way if place.current_batch("").samples else LossKind.SUMS  # a placeholder sample shows nothing
+    return LossKind(int(max(row[1] for row in _exchanged(place, "way", float(wish), 0.0))))
 
 
 def over_of_all(place: LoopState, stays: bool, value: Tensor | None, rows: int) -> float:
@@ -215,12 +215,14 @@ def over_of_all(place: LoopState, stays: bool, value: Tensor | None, rows: int) 
         LossError: If the ranks have different values; on all ranks.
     """
     number = math.nan if value is None else float(value.detach()) * (rows or 1)
-    told = _told(place, ("end", bool(rows), stays), number, float(rows * place.turn("").micro.weight))
-    values = [row[1] for row in told]
+    rows_at_end = _exchanged(
+        place, ("end", bool(rows), stays), number, float(rows * place.current_batch("").micro.weight)
+    )
+    values = [row[1] for row in rows_at_end]
     is_other = max(values) - min(values) > _APART * max(map(abs, values))
     if not stays or (is_other and rows):
         raise Parted
     if is_other:
-        words = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(values))
-        raise LossError(_OTHERWISE.format(values=words))
-    return sum(row[2] for row in told)
+        values_text = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(values))
+        raise LossError(_OTHERWISE.format(values=values_text))
+    return sum(row[2] for row in rows_at_end)

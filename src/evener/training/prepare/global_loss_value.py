@@ -76,10 +76,10 @@ class GlobalLossValue(Tensor):
         """
         if self.is_sum == name.startswith("mul") or not self.confused.has(number := _number(others)):
             return
-        words = (_SUM if self.is_sum else _MEAN).format(number=number, rank=self.confused.rank)
+        message = (_SUM if self.is_sum else _MEAN).format(number=number, rank=self.confused.rank)
         if self.is_sum:
-            raise LossError(words)
-        warnings.warn(words, stacklevel=4)
+            raise LossError(message)
+        warnings.warn(message, stacklevel=4)
 
 
 def whole_of(value: Tensor, confused: Confused, is_sum: bool) -> Tensor:

@@ -208,7 +208,7 @@ class MeanOfRanks:
         self._touched.clear()
         self._call_hooks()
 
-    def _told(self, mask: int, absent: int) -> list[list[float]]:
+    def _exchange_roots(self, mask: int, absent: int) -> list[list[float]]:
         """Exchanges and checks the roots of all passes since the last sum. Returns the rows of all ranks.
 
         Raises:
@@ -228,7 +228,7 @@ class MeanOfRanks:
         """Returns, for each model that a pass reached on any rank, the parameters with a gradient on any rank."""
         mask = sum(2**n for n, model in enumerate(self._models) if not self._touched.isdisjoint(model))
         absent = sum(p.grad is None for model in self._models for p in model if p.requires_grad)
-        rows = self._told(mask, absent)
+        rows = self._exchange_roots(mask, absent)
         chosen = [model for n, model in enumerate(self._models) if any(int(row[0]) >> n & 1 for row in rows)]
         if not any(row[1] for row in rows):
             return [[p for p in model if p.requires_grad] for model in chosen]
@@ -256,7 +256,7 @@ class MeanOfRanks:
         """Sums the gradients of parameters that ``torch.autograd.grad`` has returned. A collective call."""
         self._root, self._tolerance = self._root + root, max(self._tolerance, tolerance)
         own = [each for each, tensor in zip(found, inputs, strict=True) if self.owns(tensor)]
-        self._told(0, 0)
+        self._exchange_roots(0, 0)
         said = self._anywhere([[each is not None for each in own]])[0] if own else []
         if any(each is None and present for each, present in zip(own, said, strict=True)):
             raise ConfigurationError(

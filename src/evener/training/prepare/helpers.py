@@ -79,8 +79,8 @@ def gather(tree: T) -> T:
         ConfigurationError: Outside of a prepared loader's batch, or for a tensor with another number of rows.
     """
     place = current("evener.gather")
-    turn = place.turn("evener.gather was called", tree)
-    expected = len(turn.micro.samples)
+    current_batch = place.current_batch("evener.gather was called", tree)
+    expected = len(current_batch.micro.samples)
 
     def of_all(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -90,9 +90,9 @@ def gather(tree: T) -> T:
                 f"evener.gather takes tensors with a row for each of this rank's {expected} samples, not one of shape "
                 f"{tuple(leaf.shape)}; a prepared loss is that of all ranks already"
             )
-        return gathered(leaf, turn.batch.shares, place)
+        return gathered(leaf, current_batch.batch.shares, place)
 
-    check_marks([row[0] for row in place.exchange("evener.gather", turn.mark)])
+    check_marks([row[0] for row in place.exchange("evener.gather", current_batch.mark)])
     with place.session.watchdog.explained(), place.session.watchdog.phase("evener.gather"), waiting():
         found: T = map_leaves(of_all, tree)
     return found
@@ -104,10 +104,10 @@ def draw(function: Callable[..., Tensor], *sizes: int, **options: Any) -> Tensor
     All ranks draw ``function(samples of the batch, *sizes)`` and keep their own rows.
     """
     place = current("evener.draw")
-    turn = place.turn("evener.draw was called")
+    current_batch = place.current_batch("evener.draw was called")
     with place.random.drawn():
-        whole = function(turn.batch.size, *sizes, **options)
-    own = whole[own_slice(turn.batch.shares, place.rank)] if turn.samples else whole[:1]
+        whole = function(current_batch.batch.size, *sizes, **options)
+    own = whole[own_slice(current_batch.batch.shares, place.rank)] if current_batch.samples else whole[:1]
     return own.to(place.session.device)
 
 
@@ -132,12 +132,12 @@ def global_mean(value: Tensor | Callable[..., Any], *arguments: Any, **named: An
         named: ``count``, or keyword arguments of the function.
     """
     place = current("evener.global_mean")
-    turn = place.turn("evener.global_mean was called")
+    current_batch = place.current_batch("evener.global_mean was called")
     if not isinstance(value, Tensor):
         return _over_all(value, place)(*arguments, **named)
     count = _count_of(value, *arguments, **named)
-    turn.is_counted |= count is None
-    mean = losses.global_mean(place, value, turn.samples if count is None else count)
+    current_batch.is_counted |= count is None
+    mean = losses.global_mean(place, value, current_batch.samples if count is None else count)
     loop_watch().mean(mean)
     return mean
 
@@ -161,7 +161,7 @@ def batch_size() -> int:
 
     For a sum over an epoch use ``total += loss.item() * evener.batch_size()``, because the loss is the mean over all.
     """
-    return current("evener.batch_size()").turn("evener.batch_size was called").batch.size
+    return current("evener.batch_size()").current_batch("evener.batch_size was called").batch.size
 
 
 @contextmanager

@@ -134,7 +134,7 @@ class LoopState:
         self._control: Exchange = quickest(session)
         self.work_timer = WorkTimer(stopwatch(session.device), learner.settings.throttle, session.rank)
         self.mean = MeanOfRanks(learner, models, self.exchange)
-        random.told = lambda *numbers: self.exchange("seeding anew", *numbers)
+        random.exchange = lambda *numbers: self.exchange("seeding anew", *numbers)
         self.steps = 0
         self._replicas = LoopReplicas()
         self.is_over = False
@@ -146,8 +146,8 @@ class LoopState:
         """Prepared losses made for functions that were given to ``global_mean``."""
         self.batches: Any = None
         """The batches that the loop makes itself, or None."""
-        self._turns: list[CurrentBatch] = []
-        self._outputs = Outputs(lambda: bool(self._turns))
+        self._current: list[CurrentBatch] = []
+        self._outputs = Outputs(lambda: bool(self._current))
         self._watch_outputs()
         self._measured: CurrentBatch | None = None
 
@@ -174,7 +174,7 @@ class LoopState:
         """Outputs of the models since the batch began, if ranks wait for each other in the backward pass."""
         return self._outputs.found
 
-    def turn(self, what: str, of: Any = None) -> CurrentBatch:
+    def current_batch(self, what: str, of: Any = None) -> CurrentBatch:
         """Returns the current batch.
 
         Args:
@@ -183,10 +183,10 @@ class LoopState:
         Raises:
             ConfigurationError: If there is none, or they do not.
         """
-        check_at_hand(of, self._turns, what)
-        if not self._turns:
+        check_at_hand(of, self._current, what)
+        if not self._current:
             raise ConfigurationError(OUTSIDE.format(what=what))
-        return self._turns[-1]
+        return self._current[-1]
 
     def exchange(self, what: str, *values: float) -> list[list[float]]:
         """Returns the values of all ranks, eight at most. ``what`` says why, from :data:`WAITS`. A collective call.
@@ -212,47 +212,47 @@ class LoopState:
         self._outputs.watch(self._models if self.world_size > 1 and self.waits_in_backward else [])
 
     @contextmanager
-    def at(self, turn: CurrentBatch) -> Iterator[None]:
+    def at(self, batch: CurrentBatch) -> Iterator[None]:
         """Context in which the loop computes with a batch.
 
         Contexts may be nested, for an evaluation in training or two loaders at once. The last batch of a loop that was
         left, by ``break`` or ``next(iter(loader))``, stays current until the next one.
         """
-        for left in [each for each in self._turns if each.is_left]:
+        for left in [each for each in self._current if each.is_left]:
             self.leave(left)
         self.look_for_changes()
-        turn.scope = self.learner.micro_scope(turn.micro, self.steps)
-        turn.versions = self.learner.loose_buffers.versions()
-        self._turns.append(turn)
+        batch.scope = self.learner.micro_scope(batch.micro, self.steps)
+        batch.versions = self.learner.loose_buffers.versions()
+        self._current.append(batch)
         if self._measured is None:
-            self._measured = turn
+            self._measured = batch
             self.work_timer.step(self.steps).__enter__()
-        turn.scope.__enter__()
-        loop_watch().batch(turn.mark)
+        batch.scope.__enter__()
+        loop_watch().batch(batch.mark)
         try:
             yield
         except GeneratorExit:
-            turn.is_left = True
+            batch.is_left = True
             raise
         except BaseException:
-            self.leave(turn)
+            self.leave(batch)
             raise
-        self.leave(turn)
+        self.leave(batch)
 
-    def leave(self, turn: CurrentBatch) -> None:
-        """Ends the computations with ``turn``. A second call has no effect."""
-        if turn not in self._turns:
+    def leave(self, batch: CurrentBatch) -> None:
+        """Ends the computations with ``batch``. A second call has no effect."""
+        if batch not in self._current:
             return
-        later = self._turns[self._turns.index(turn) + 1 :]
-        turn.is_crossed = any(turn.differs(other) for other in later)
-        self._turns.remove(turn)
-        turn.scope.__exit__(None, None, None)
+        later = self._current[self._current.index(batch) + 1 :]
+        batch.is_crossed = any(batch.differs(other) for other in later)
+        self._current.remove(batch)
+        batch.scope.__exit__(None, None, None)
         self.outputs.clear()
-        if self._measured is turn:
+        if self._measured is batch:
             self._measured = None
             self.work_timer.__exit__(None)
 
-    def finish(self, turn: CurrentBatch) -> list[float]:
+    def finish(self, batch: CurrentBatch) -> list[float]:
         """Returns each rank's seconds of own work with the batch; NaN if it did not train with it. A collective call.
 
         Raises:
@@ -261,18 +261,18 @@ class LoopState:
             DivergenceError: If ranks hold different weights or buffers.
         """
         self.mean.check_all_summed("the end of the batch")
-        own = turn.worked.value() or math.nan if turn.worked is not None and turn.samples else math.nan
-        changed = self.learner.loose_buffers.versions() != turn.versions
-        told = (turn.mark, own, float(changed), float(turn.is_crossed), float(self.learner.graphs.untold))
-        held = self._replicas.told(self.learner, self.steps)
-        rows = self.exchange("the end of a batch", *told, *held)
+        own = batch.worked.value() or math.nan if batch.worked is not None and batch.samples else math.nan
+        changed = self.learner.loose_buffers.versions() != batch.versions
+        flags = float(changed), float(batch.is_crossed), float(self.learner.graphs.untold)
+        held = self._replicas.own_row(self.learner, self.steps)
+        rows = self.exchange("the end of a batch", batch.mark, own, *flags, *held)
         check_marks([row[0] for row in rows])
         crossed = [rank for rank, row in enumerate(rows) if row[3]]
         if crossed:
             raise ConfigurationError(CROSSED.format(rank=crossed[0]))
         self._replicas.check([row[5:] for row in rows], self.session, self.steps)
         if any(row[2] for row in rows):
-            share_buffers(self.learner, turn.batch)
+            share_buffers(self.learner, batch.batch)
         if any(row[4] for row in rows):
             self.learner.graphs.agree(self.session.control.gather_objects)
         return [row[1] for row in rows]
@@ -289,7 +289,7 @@ class LoopState:
         if len(now) == len(self._held) and all(map(operator.is_, now, self._held)):
             return
         rows = self.exchange("layers that were put in or taken out", float(self._weights_now()))
-        if self._turns and len({row[0] for row in rows}) > 1:
+        if self._current and len({row[0] for row in rows}) > 1:
             raise ConfigurationError(
                 "a layer was put into the model in the middle of a batch, and has other weights on each rank: put it "
                 "in before the batch, where all get those of rank 0, or before evener.prepare"
@@ -311,7 +311,7 @@ class LoopState:
     def _still_held(self) -> list[nn.Module]:
         """Returns the models still in use. A notebook cell that runs again has dropped the models it made before."""
         references = [weakref.ref(model) for model in self._models]
-        if not self._turns:
+        if not self._current:
             self._models, self._held = [], []
             self._outputs.watch([])
             self.outputs.clear()
@@ -362,8 +362,8 @@ class LoopState:
     def passed(self) -> None:
         """Ends a backward pass: sums the gradients over the ranks, unless ``no_sync`` delays that."""
         self.mean.work_is_done(self.work_timer.work_done)
-        for turn in self._turns:
-            turn.worked = self.work_timer.taken()
+        for batch in self._current:
+            batch.worked = self.work_timer.taken()
         with self.summing():
             self.mean()
 
@@ -377,15 +377,15 @@ class LoopState:
     @property
     def rows(self) -> set[int]:
         """Numbers of rows that this rank has of the current batches."""
-        return {len(turn.micro.samples) for turn in self._turns}
+        return {len(batch.micro.samples) for batch in self._current}
 
     def close(self) -> None:
         """Releases everything."""
         if not self.is_over:
             self.is_over = True
             self._outputs.watch([])
-            for turn in list(self._turns):
-                self.leave(turn)
+            for batch in list(self._current):
+                self.leave(batch)
             self.mean.close()
             for learner in reversed(self._learners):
                 learner.close()

@@ -52,7 +52,7 @@ class OverAll:
             DivergenceError: If the loss of a rank is not finite, in training; on all ranks alike.
             ConfigurationError: Outside of a prepared loader's batch.
         """
-        turn = self._place.turn("the loss was called", (args, kwargs))
+        current_batch = self._place.current_batch("the loss was called", (args, kwargs))
         if self._exact is not None and len(args) == 2 and not kwargs and not self._is_by_samples():
             return self._of_known(self._exact, *args)
         if self._exact is not None and not self._is_trusted:
@@ -65,7 +65,7 @@ class OverAll:
             self._check_finite(_first_number(made))
             return made
         made = self._of_any(args, kwargs)
-        turn.is_counted |= self._way is not LossKind.SUMS
+        current_batch.is_counted |= self._way is not LossKind.SUMS
         return made
 
     def _of_known(self, loss: Loss, outputs: Any, targets: Any) -> Tensor:
@@ -115,8 +115,8 @@ class OverAll:
 
     def _are_samples(self, rows: int) -> bool:
         """Returns True if rows are samples, or there are equally many rows for each sample."""
-        turn = self._place.turn("")
-        return bool(rows) and not turn.dim and not rows % len(turn.micro.samples)
+        current_batch = self._place.current_batch("")
+        return bool(rows) and not current_batch.dim and not rows % len(current_batch.micro.samples)
 
     def _of_torchs_own(self, made: Any) -> Any:
         if isinstance(made, Own) and not made.dim():
@@ -125,7 +125,7 @@ class OverAll:
 
     def _of_rows(self, args: Any, kwargs: Any) -> Any:
         """Computes the function on each rank from the rows of all ranks."""
-        place, turn, rows = self._place, self._place.turn(""), rows_in((args, kwargs))
+        place, current_batch, rows = self._place, self._place.current_batch(""), rows_in((args, kwargs))
         shares = self._rows_of_ranks((args, kwargs), rows)
 
         def whole(leaf: Any) -> Any:
@@ -138,7 +138,7 @@ class OverAll:
         over_of_all(place, True, number, 0)
         self._check_finite(number)
         end = sum(shares[: place.rank + 1])
-        own = slice(end - shares[place.rank], end) if turn.samples else slice(0, 1)
+        own = slice(end - shares[place.rank], end) if current_batch.samples else slice(0, 1)
         return map_leaves(lambda leaf: leaf[own] if _has_rows(leaf, sum(shares)) else leaf, made)
 
     def _check_finite(self, number: Tensor | None) -> None:
@@ -156,14 +156,14 @@ class OverAll:
         Raises:
             LossError: On all ranks, if their rows do not make one batch.
         """
-        place, turn = self._place, self._place.turn("")
+        place, current_batch = self._place, self._place.current_batch("")
         kinds = [
             (str(leaf.dtype), tuple(leaf.shape[1:])) for leaf in leaves_of(given) if _has_rows(leaf, rows)
         ]
         others = digest_of([plain_of(leaf) for leaf in leaves_of(given) if not _has_rows(leaf, rows)])
-        fits = bool(rows) and not turn.dim and not rows % len(turn.micro.samples)
+        fits = bool(rows) and not current_batch.dim and not rows % len(current_batch.micro.samples)
         said = place.session.control.gather_objects(
-            (kinds, others, fits, rows * turn.micro.weight, turn.mark)
+            (kinds, others, fits, rows * current_batch.micro.weight, current_batch.mark)
         )
         check_marks([each[4] for each in said])
         name = _name(self.function)

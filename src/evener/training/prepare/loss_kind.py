@@ -165,13 +165,13 @@ class _Try:
         """Computes both parts with common sums. Returns None if there are no sums, or the parts' sums do not match."""
         parts, known = self._parts(), list[_Said]()
         for _ in range(_MOST_SUMS):
-            told = [_Telling(known) for _ in parts]
-            found = [self._computed(part, each) for part, each in zip(parts, told, strict=True)]
-            if told[0].names != told[1].names or len({len(each.said) for each in told}) > 1:
+            joints = [_PartSums(known) for _ in parts]
+            found = [self._computed(part, each) for part, each in zip(parts, joints, strict=True)]
+            if joints[0].names != joints[1].names or len({len(each.said) for each in joints}) > 1:
                 return None
-            if len(told[0].said) == len(known):
+            if len(joints[0].said) == len(known):
                 return found if known else None
-            known.append(told[0].said[len(known)].with_that_of(told[1].said[len(known)]))
+            known.append(joints[0].said[len(known)].with_that_of(joints[1].said[len(known)]))
         return None
 
     def _agrees(self, found: list[_Found], weights: list[float]) -> bool:
@@ -253,7 +253,7 @@ class _Said:
         return float(self._over(self.count)) or 1.0
 
 
-class _Telling(Joint):
+class _PartSums(Joint):
     """Exchanges the sums of one part: returns those of both parts if known, and records its own."""
 
     def __init__(self, known: Sequence[_Said]) -> None:

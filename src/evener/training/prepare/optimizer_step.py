@@ -53,9 +53,9 @@ class WatchedOptimizers:
         self._place.mean.check_sound(own, self._place.steps)
         if self._place.world_size > 1:
             strangers = [p for p in parameters if not self._place.mean.owns(p)]
-            told = _gradients([p for p in strangers if not is_divided(p) and shard_spec(p) is None])
+            gradients = _gradients([p for p in strangers if not is_divided(p) and shard_spec(p) is None])
             rates = _rates(optimizer) if own and not self._place.session.mixed else 0
-            self._place.strangers = folded(self._place.strangers, told, rates)
+            self._place.strangers = folded(self._place.strangers, gradients, rates)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._place.is_over and any(

@@ -35,9 +35,9 @@ def check_calls(calls: list[int]) -> None:
         ConfigurationError: If the calls are not the same on all ranks.
     """
     if len(set(calls)) > 1:
-        told = ", ".join(f"rank {rank} in {WAITS[call]}" for rank, call in enumerate(calls))
+        waits = ", ".join(f"rank {rank} in {WAITS[call]}" for rank, call in enumerate(calls))
         raise ConfigurationError(
-            f"the ranks are at different places of the loop: {told}. The loss, evener.gather and backward are for all "
+            f"the ranks are at different places of the loop: {waits}. The loss, evener.gather and backward are for all "
             "ranks together: what is done on one rank alone, as under evener.is_main(), must have none of them, and an "
             "if, continue or break in front of them must not be decided by a rank's own samples: let it depend on the "
             "loss, which is the same on all ranks, or on rows that evener.gather gives"
@@ -96,14 +96,14 @@ def check_strangers(updates: Sequence[float]) -> None:
             with different learning rates.
     """
     rates = [number % _PART for number in updates]
-    other = _other_told(rates)
+    other = _ranks_that_differ(rates)
     if other is not None:
         raise ConfigurationError(
             f"an optimizer has stepped with another learning rate on rank {other[1]} than on rank {other[0]}: it, or "
             "what a scheduler was given, depends on a rank's own samples. Let it depend on the loss, which is the same "
             "on all ranks, or on rows that evener.gather gives"
         )
-    other = _other_told([number // _PART for number in updates])
+    other = _ranks_that_differ([number // _PART for number in updates])
     if other is not None:
         raise ConfigurationError(
             f"an optimizer has updated tensors of no prepared model with other gradients on rank {other[1]} than on "
@@ -112,10 +112,10 @@ def check_strangers(updates: Sequence[float]) -> None:
         )
 
 
-def _other_told(numbers: Sequence[float]) -> tuple[int, int] | None:
+def _ranks_that_differ(numbers: Sequence[float]) -> tuple[int, int] | None:
     """Returns the first two ranks with different numbers, or None. Zeros are ignored."""
-    told = [rank for rank, number in enumerate(numbers) if number]
-    return next(((told[0], rank) for rank in told if numbers[rank] != numbers[told[0]]), None)
+    ranks = [rank for rank, number in enumerate(numbers) if number]
+    return next(((ranks[0], rank) for rank in ranks if numbers[rank] != numbers[ranks[0]]), None)
 
 
 def check_roots(roots: Sequence[float], tolerance: float) -> None:

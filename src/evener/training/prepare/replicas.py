@@ -15,7 +15,7 @@ from evener.errors import DivergenceError
 from evener.strategies.learner import Learner
 from evener.training.consistency.replicas import digests_of, parts_of, steps_between, together
 
-Told = tuple[float, float, float]
+Checksums = tuple[float, float, float]
 
 
 class LoopReplicas:
@@ -28,7 +28,7 @@ class LoopReplicas:
         self._last_time = time.perf_counter()
         self._own: dict[str, float] = {}
 
-    def told(self, learner: Learner, steps: int) -> Told:
+    def own_row(self, learner: Learner, steps: int) -> Checksums:
         """Returns this rank's numbers for the end of a batch: checksum, seconds it took, and seconds of a batch.
 
         Returns zeros if it is not time for a check. ``steps`` is the number of updates so far.
@@ -45,19 +45,19 @@ class LoopReplicas:
         self._last_time = now
         return together(self._own), now - began, usual
 
-    def check(self, told: Sequence[Sequence[float]], session: Session, steps: int) -> None:
+    def check(self, rows: Sequence[Sequence[float]], session: Session, steps: int) -> None:
         """Compares the numbers of all ranks.
 
         Raises:
             DivergenceError: On all ranks alike, if their checksums differ.
         """
-        if not any(row[0] for row in told):
+        if not any(row[0] for row in rows):
             return
-        if len({row[0] for row in told}) > 1:
+        if len({row[0] for row in rows}) > 1:
             everyone = session.control.gather_objects(self._own)
             raise DivergenceError(_difference(everyone, steps, self._last_steps))
         self._last, self._last_steps = self._batches, steps
-        self._next = self._batches + steps_between(max(row[1] for row in told), min(row[2] for row in told))
+        self._next = self._batches + steps_between(max(row[1] for row in rows), min(row[2] for row in rows))
 
 
 def _held(learner: Learner) -> dict[str, float]:

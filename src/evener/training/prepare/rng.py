@@ -96,7 +96,7 @@ class CommonRandom:
 
     def __init__(self, state: Tensor, rank: int) -> None:
         self.state, self._rank = state, rank
-        self.told: Callable[..., list[list[float]]] = lambda *numbers: [[*numbers]]
+        self.exchange: Callable[..., list[list[float]]] = lambda *numbers: [[*numbers]]
         """Exchanges three numbers with all ranks; returns those of all."""
         self._default = torch.default_generator
         self._watched = Watched(self._default)
@@ -149,7 +149,7 @@ class CommonRandom:
         start, before = seeding or Seeding(_seeded(seed))  # or by ``torch.default_generator`` itself
         own = self._default.get_state()
         taken_back = before is not None and torch.equal(own, before) and not torch.equal(own, start)
-        rows = self.told(float(_sum_of(own)), float(_sum_of(start)), float(taken_back))
+        rows = self.exchange(float(_sum_of(own)), float(_sum_of(start)), float(taken_back))
         self._known = {seed}
         if len({row[1] for row in rows}) > 1 or any(row[2] for row in rows):
             return

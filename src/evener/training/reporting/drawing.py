@@ -66,8 +66,8 @@ def _drawn(panel: Panel) -> Iterator[str]:
     for tick in ticks:
         y = at((first, tick))[1]
         yield f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>'
-        words = f"{tick:g} {panel.unit}".strip()
-        yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{svg_text(words)}</text>'
+        label = f"{tick:g} {panel.unit}".strip()
+        yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{svg_text(label)}</text>'
     for place, anchor, name in marks:
         x = at((place, 0))[0]
         yield f'<text x="{x:.1f}" y="{panel.height - 14}" text-anchor="{anchor}">{svg_text(name)}</text>'

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from evener.core.os_errors import in_words
+from evener.core.os_errors import storage_errors
 from evener.core.records import RECORDS
 from evener.errors import ConfigurationError, DataError
 from evener.files import LONGEST_LINE, lines_of, open_regular, parsed
@@ -77,7 +77,7 @@ class RunSteps:
         path = directory / RECORDS
         if not path.is_file():
             raise ConfigurationError(f"{directory} is no run directory: it has no {RECORDS}")
-        with in_words(f"the records of {directory} cannot be read"):
+        with storage_errors(f"the records of {directory} cannot be read"):
             found = cls(directory.resolve().name, max(1, _lines_in(path) // _POINTS))
             for record in _records(path):
                 found.add(*record)
@@ -132,7 +132,7 @@ def _records(path: Path) -> Iterator[tuple[float, float, list[float], list[float
             except (ValueError, TypeError, KeyError) as error:
                 if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
                     return
-                raise DataError(f"{path}, line {number} is no record: {_words(error)}") from error
+                raise DataError(f"{path}, line {number} is no record: {_reason(error)}") from error
 
 
 def _is_step(record: Any) -> bool:
@@ -163,7 +163,7 @@ def _number(value: Any) -> float | None:
     return float(value) if value is not None and abs(value) < _GREATEST else None
 
 
-def _words(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 

@@ -39,7 +39,7 @@ from evener.checkpoint.layout import (
 )
 from evener.checkpoint.run_mark import MARK, Identity, mark_in, write_mark
 from evener.core.observer import Observer
-from evener.core.os_errors import FULL, in_words, words
+from evener.core.os_errors import FULL, os_error_message, storage_errors
 from evener.core.records import (
     RECORDS,
     EvaluationRecord,
@@ -146,7 +146,7 @@ class RunDirectory:
                 "for its end"
             ) from None
         except OSError as error:
-            raise ConfigurationError(f"{self.path} cannot hold a run: {words(error)}") from error
+            raise ConfigurationError(f"{self.path} cannot hold a run: {os_error_message(error)}") from error
         try:
             self._claim()
         except BaseException:
@@ -170,7 +170,7 @@ class RunDirectory:
         for path in torn:  # left by a writer that was killed
             if path.suffix[1:].isdecimal():
                 path.unlink(missing_ok=True)
-        with in_words(f"{self.path} cannot hold a run"):
+        with storage_errors(f"{self.path} cannot hold a run"):
             self._tell_owner()
 
     def _tell_owner(self) -> None:
@@ -234,7 +234,7 @@ class Records(Observer):
         self._lost = 0
 
     def start(self, run: RunStart) -> None:
-        with in_words(f"no run can begin in {self._path}"):
+        with storage_errors(f"no run can begin in {self._path}"):
             (self._path / _SUMMARY).unlink(missing_ok=True)  # an earlier run's; this one's comes at its end
             if self._replaces and not self._goes_on:
                 clear(self._path / CHECKPOINTS)
@@ -244,10 +244,10 @@ class Records(Observer):
                 self._path / RECORDS, run.steps_done if self._goes_on else 0, self._is_evaluated()
             )
 
-    def catch_up(self, told: Iterable[StepRecord]) -> None:
+    def catch_up(self, records: Iterable[StepRecord]) -> None:
         """Writes steps that the file lacks because the rank that should have written them has died."""
         known = self._file.steps_done if self._file is not None else 0
-        for record in told:
+        for record in records:
             if record.step >= known:
                 self._write(record)
 
@@ -281,7 +281,7 @@ class Records(Observer):
         try:
             write()
         except OSError as error:
-            said = f"the records cannot be written to {from_here(self._path)}: {words(error)}"
+            said = f"the records cannot be written to {from_here(self._path)}: {os_error_message(error)}"
             if self._stops or error.errno not in (*FULL, errno.ENOENT):
                 raise StorageError(f"{said}. To train on without them give --on-full-disk go-on") from error
             if not self._lost:
@@ -302,7 +302,7 @@ def launch_name() -> str:
     return f"{socket.gethostname()} {parent} {begun}"
 
 
-def words_of_earlier(saved: Sequence[CheckpointDirectory]) -> str:
+def earlier_runs_message(saved: Sequence[CheckpointDirectory]) -> str:
     """Describes what happens to checkpoints of an earlier run in the directory. Returns "" if there are none."""
     names = [each.path.name for each in saved]
     if not names:
@@ -331,6 +331,6 @@ def new_run_dir(task_name: str, now: float, home: Path) -> Path:
         except FileExistsError:
             number += 1
         except OSError as error:
-            raise ConfigurationError(f"{home} cannot hold a run: {words(error)}") from error
+            raise ConfigurationError(f"{home} cannot hold a run: {os_error_message(error)}") from error
         else:
             return path

@@ -17,7 +17,7 @@ from typing import Any
 
 from evener.core.config.run_config import RunConfig
 from evener.core.observer import Observer
-from evener.core.os_errors import in_words
+from evener.core.os_errors import storage_errors
 from evener.core.plugins import installed
 from evener.core.records import RunStart
 from evener.core.task.task import TaskLike
@@ -44,7 +44,7 @@ class OriginNote(Observer):
             name: str(value.absolute()) if name in paths else value for name, value in self._options.items()
         }
         known = {"task": self._name if _is_plain(options) else None, "options": options, "paths": paths}
-        with in_words(f"no run can begin in {self._directory}"):
+        with storage_errors(f"no run can begin in {self._directory}"):
             write_json(self._directory / _FILE, known if known["task"] else {"task": None})
 
 

@@ -125,10 +125,10 @@ class Terminal(Observer):
         of = f" of {self._total}" if self._total else ""
         return f"step {record.step + 1}{of}, epoch {record.epoch + 1}"
 
-    def _waits(self, words: str) -> None:
+    def _waits(self, message: str) -> None:
         """Shows which ranks wait for which, in place of the ranks' times, while nothing moves."""
         self._bar.refresh()  # shows the steps taken since it was last drawn
-        self._ranks.set_description_str(words)
+        self._ranks.set_description_str(message)
 
     @staticmethod
     def _hear_of_waits(line: Callable[[str], None] | None) -> None:
@@ -174,7 +174,7 @@ def _bar_format(total_steps: int | None) -> str:
     return "{remaining} left |{bar:10}| {n_fmt}/{total_fmt} steps{desc}{postfix}"
 
 
-def _summed_words(run: RunStart | RunSummary) -> str:
+def _summed_text(run: RunStart | RunSummary) -> str:
     return f"{'differences of weights' if run.merging else 'gradients'} summed by {run.allreduce}"
 
 
@@ -182,14 +182,14 @@ def header_lines(run: RunStart) -> list[str]:
     """Describes the run in lines that fit 60 columns if names allow it. Returns none if the devices are unknown."""
     kinds = ", ".join(f"{n} × {name}" if n > 1 else name for name, n in Counter(run.devices).items())
     ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
-    summed = [f"  {_summed_words(run)}"] if run.allreduce and run.world_size > 1 else []
+    summed = [f"  {_summed_text(run)}"] if run.allreduce and run.world_size > 1 else []
     kept = (
         f"records, weights and checkpoints in {from_here(run.run_dir)}"
         if run.run_dir
         else "nothing is kept on disk"
     )
     lines = [f"{run.task}: {run.parameters:,} parameters, {run.strategy}", f"  {ranks}: {kinds}"]
-    lines += [f"  batches of {run.batch_size}{_steps_words(run)}", *_shares_line(run), *summed, f"  {kept}"]
+    lines += [f"  batches of {run.batch_size}{_steps_text(run)}", *_shares_line(run), *summed, f"  {kept}"]
     return lines if run.devices else []
 
 
@@ -203,7 +203,7 @@ def _shares_line(run: RunStart) -> list[str]:
     return [f"  shares {each}{', then by speed' if run.learns else ''}"]
 
 
-def _steps_words(run: RunStart) -> str:
+def _steps_text(run: RunStart) -> str:
     if run.total_steps is not None and run.steps_done >= run.total_steps:
         return f", nothing is left to train: {run.steps_done:,} steps are done, of {run.total_steps:,}"
     if run.steps_done:
@@ -240,7 +240,7 @@ def summary_text(summary: RunSummary) -> str:
     ]
     if trained:
         lines += [
-            f"  {summary.steps:,} steps, {summary.epochs} epochs, {_samples_words(summary)} "
+            f"  {summary.steps:,} steps, {summary.epochs} epochs, {_samples_text(summary)} "
             f"in {summary.seconds:.1f} s: {summary.samples_per_second:,.0f} samples/s",
             f"  last loss {summary.final_loss:.4f}{skipped}{metrics}",
         ]
@@ -251,11 +251,11 @@ def summary_text(summary: RunSummary) -> str:
         lines += ["  rank   share   compute      wait     input"]
         of_ranks = enumerate(zip(summary.shares, summary.ranks, strict=True))
         lines += [_rank_line(rank, share, times) for rank, (share, times) in of_ranks]
-        lines += [f"  {_summed_words(summary)}"] if summary.allreduce else []
+        lines += [f"  {_summed_text(summary)}"] if summary.allreduce else []
     unread = f"{summary.skipped:,} samples could not be read and count for nothing"
     further = (
         summary.reading,
-        _memory_words(summary) if summary.memory else "",
+        _memory_text(summary) if summary.memory else "",
         unread if summary.skipped else "",
         f"computed in {summary.precision}" if summary.precision else "",
         summary.recompute,
@@ -264,12 +264,12 @@ def summary_text(summary: RunSummary) -> str:
         summary.optimizer_state,
         summary.batch_norm,
         summary.updates,
-        _graphs_words(summary) if summary.graphs else "",
+        _graphs_text(summary) if summary.graphs else "",
         summary.emulation,
         f"records, summary and weights in {from_here(summary.run_dir)}" if summary.run_dir else "",
-        balance_words(summary),
+        balance_text(summary),
     )
-    return "\n".join([*lines, *(f"  {words}" for words in further if words)])
+    return "\n".join([*lines, *(f"  {line}" for line in further if line)])
 
 
 def _took_no_step(summary: RunSummary) -> bool:
@@ -277,14 +277,14 @@ def _took_no_step(summary: RunSummary) -> bool:
     return not summary.samples_in_seconds and math.isnan(summary.final_loss)
 
 
-def _samples_words(summary: RunSummary) -> str:
+def _samples_text(summary: RunSummary) -> str:
     """Describes the samples of the reported time: after a resume, those since then, out of all."""
     if summary.samples_in_seconds in (0, summary.samples):
         return f"{summary.samples:,} samples"
     return f"{summary.samples_in_seconds:,} of {summary.samples:,} samples"
 
 
-def balance_words(summary: RunSummary) -> str:
+def balance_text(summary: RunSummary) -> str:
     """Describes the gain of unequal shares over equal ones, or the possible gain of shares by speed; "" if it is small.
 
     A rank with t seconds per sample takes s t for its part s of all samples. With equal shares of W ranks, a step ends
@@ -299,17 +299,17 @@ def balance_words(summary: RunSummary) -> str:
     equal, taken, best = max(each) / len(each), max(work), 1 / sum(1 / seconds for seconds in each)
     unequal = max(shares) - min(shares) > _SAME_SHARES
     if unequal and equal / taken >= _WORTH_A_WORD:
-        return f"these shares: {_times_words(equal / taken)} of equal shares"
+        return f"these shares: {_times_text(equal / taken)} of equal shares"
     if not unequal and taken / best >= _WORTH_A_WORD:
-        return f"ranks waited for rank {work.index(taken)}: with --balance auto {_times_words(taken / best)}"
+        return f"ranks waited for rank {work.index(taken)}: with --balance auto {_times_text(taken / best)}"
     return ""
 
 
-def _times_words(gain: float) -> str:
+def _times_text(gain: float) -> str:
     return f"about {gain:.1f}x" if gain <= _MOST_TOLD else f"more than {_MOST_TOLD}x"
 
 
-def _memory_words(summary: RunSummary) -> str:
+def _memory_text(summary: RunSummary) -> str:
     rank, most = max(enumerate(summary.memory), key=lambda pair: pair[1]["peak"])
     kinds = ", ".join(
         f"{name} {size_words(nbytes)}" for name, nbytes in most.items() if nbytes and name != "peak"
@@ -318,7 +318,7 @@ def _memory_words(summary: RunSummary) -> str:
     return f"memory at most {size_words(most['peak'])}{where}: {kinds}"
 
 
-def _graphs_words(summary: RunSummary) -> str:
+def _graphs_text(summary: RunSummary) -> str:
     made = sorted(set(summary.graphs))
     number = f"{made[0]}" if len(made) == 1 else f"{made[0]} to {made[-1]}"
     breaks = f", with {summary.graph_breaks:,} breaks" if summary.graph_breaks else ""

@@ -116,11 +116,11 @@ class TaskTerms:
         for name, (old, new) in list(_changes(saved["losses"], self.said["losses"]).items())[:_MOST_TOLD]:
             tell(f"{name} is {new}, and was {old} when the checkpoint was made: the task's is used")
         before, now = saved["trained"], self.said["trained"]
-        for words, kind in (("are not trained any more", False), ("are trained now", True)):
+        for text, kind in (("are not trained any more", False), ("are trained now", True)):
             names = [name for name in now if name in before and now[name] is kind is not before[name]]
             if names:
                 tell(
-                    f"{few(names)} {words}: the task's choice is used, and the checkpoint was made with another"
+                    f"{few(names)} {text}: the task's choice is used, and the checkpoint was made with another"
                 )
 
     def _take_over(self, saved: Mapping[str, Any], over: Collection[str]) -> None:

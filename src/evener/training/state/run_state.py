@@ -30,7 +30,7 @@ _SAID = (
 """Settings that may change when a run resumes, although the training is then not the same."""
 
 
-def _tell_nobody(words: str) -> None:
+def _tell_nobody(message: str) -> None:
     """Ignores a message. Used on all ranks but rank 0."""
 
 
@@ -208,12 +208,12 @@ class RunState:
 
     def _check_data(self, found: checkpoint.StoredCheckpoint) -> None:
         """Compares the training set with that of the checkpoint, on rank 0, unless each rank has its own data."""
-        words = difference(found.rest["data"], self._data()) if self._learner.session.rank == 0 else ""
-        words = self._learner.session.control.broadcast_object(words)
-        if words:
+        message = difference(found.rest["data"], self._data()) if self._learner.session.rank == 0 else ""
+        message = self._learner.session.control.broadcast_object(message)
+        if message:
             raise ConfigurationError(
-                f"the checkpoint {found.path} was made with other data: {words}. Go on with the same data, or begin a "
-                "new run"
+                f"the checkpoint {found.path} was made with other data: {message}. Go on with the same data, or begin "
+                "a new run"
             )
 
     def _tell_of_settings(self, saved: Mapping[str, Any], tell: Callable[[str], object]) -> None:

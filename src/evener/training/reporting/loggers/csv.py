@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from evener.core.observer import Observer
-from evener.core.os_errors import in_words
+from evener.core.os_errors import storage_errors
 from evener.core.records import EvaluationRecord, RunStart, RunSummary, StepRecord
 from evener.training.reporting.loggers import scalars as numbers
 
@@ -27,7 +27,7 @@ class CsvFile(Observer):
         self._file: TextIO | None = None
 
     def start(self, run: RunStart) -> None:
-        with in_words(f"the numbers cannot be written to {self._path}"):
+        with storage_errors(f"the numbers cannot be written to {self._path}"):
             kept = _until(self._path, run.steps_done) if run.steps_done and self._path.exists() else []
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("w", newline="")
@@ -42,12 +42,12 @@ class CsvFile(Observer):
 
     def end(self, summary: RunSummary | None) -> None:
         if self._file is not None:
-            with in_words(f"the numbers cannot be written to {self._path}"):
+            with storage_errors(f"the numbers cannot be written to {self._path}"):
                 self._file.close()
             self._file = None
 
     def _write(self, steps: int, values: dict[str, float]) -> None:
-        with in_words(f"the numbers cannot be written to {self._path}"):
+        with storage_errors(f"the numbers cannot be written to {self._path}"):
             self._writer.writerows([steps, name, repr(value)] for name, value in values.items())
 
 
