@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.distributed.forked import Command
+
 DRIVER = """
 import sys
 from evener.errors import EvenerError
@@ -30,7 +32,6 @@ class Ended(NamedTuple):
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
     """A Python program in a session of its own, with pipes; it ends at SIGHUP even if the tests run under ``nohup``."""
-    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which the program inherits
     try:
         return subprocess.Popen(
@@ -38,11 +39,20 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=variables,
+            env=_variables(),
             start_new_session=True,
         )
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def _variables() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+
+
+def start_command(*arguments: str | Path) -> Command:
+    """``evener`` with the arguments, which finds PyTorch imported: see :mod:`tests.distributed.forked`."""
+    return Command([str(word) for word in arguments], _variables())
 
 
 def end(process: subprocess.Popen[str], timeout: float = 60) -> Ended:
