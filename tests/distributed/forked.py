@@ -1,13 +1,13 @@
-"""The command ``evener train`` and its ranks as forks of a process that has imported PyTorch already.
+"""Commands, programs that launch ranks, and their ranks, as forks of a process that has imported PyTorch already.
 
 A command on two ranks is three interpreters that import for nine seconds of processor time to train for one. What goes
 wrong in a run, who notices, what is said and how all of them end does not depend on how a process came to its modules.
-So the command here is a fork of the process whose forks the ranks of ``tests.ranks`` are, in a session of its own with
+So the program here is a fork of the process whose forks the ranks of ``tests.ranks`` are, in a session of its own with
 pipes of its own. Its ranks are what it starts by itself: children, with its bootstrap code, arguments and environment.
 They do not hold what the launcher holds, for they are forks of a process that was there before the launcher ran::
 
-    imports ── fork ──▶ command: runs ``evener``, and inherits orphans
-                          └─ fork ──▶ starter ── fork ──▶ fork ──▶ rank, an orphan: a child of the command
+    imports ── fork ──▶ program: launches ranks, and inherits orphans
+                          └─ fork ──▶ starter ── fork ──▶ fork ──▶ rank, an orphan: a child of the program
 
 How interpreters start is shown by the tests of the launcher, of scripts and of the command line.
 """
@@ -18,6 +18,7 @@ import ctypes
 import io
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+import cloudpickle
 import numpy
 import torch
 
@@ -59,19 +61,27 @@ def _received(duplicate: Any) -> _Descriptor:
     return _Descriptor(duplicate.detach())
 
 
-class Command(subprocess.Popen[str]):
-    """``evener`` with arguments, as :class:`subprocess.Popen` would start it with pipes for its output."""
+class Fork(subprocess.Popen[str]):
+    """A program with arguments, as :class:`subprocess.Popen` would start it with pipes for its output.
+
+    Args:
+        program: What it does: a function of a module. Its words are ``sys.argv``.
+    """
 
     _process: BaseProcess
 
-    def __init__(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
-        pipe = subprocess.PIPE
-        super().__init__(["evener", *arguments], stdout=pipe, stderr=pipe, text=True, env=variables)
+    def __init__(
+        self, program: Callable[[], object], words: Sequence[str], variables: Mapping[str, str]
+    ) -> None:
+        self._program, pipe = program, subprocess.PIPE
+        super().__init__(list(words), stdout=pipe, stderr=pipe, text=True, env=variables)
 
     def _execute_child(self, args: Sequence[str], *given: Any) -> None:
         variables, out, error = given[5], given[12], given[14]
         streams = (_Descriptor(out), _Descriptor(error))
-        self._process = fork_of_imports(_be_command, args, dict(variables), os.getcwd(), *streams)
+        self._process = fork_of_imports(
+            _be_program, self._program, args, dict(variables), os.getcwd(), *streams
+        )
         assert self._process.pid is not None
         self.pid = self._process.pid
         self._child_created = True
@@ -84,7 +94,7 @@ class Command(subprocess.Popen[str]):
         return (0, 0) if code is None else (self.pid, -code if code < 0 else code << 8)
 
     def ranks(self) -> list[int]:
-        """The process ids of the command's ranks; its first child is what starts them."""
+        """The process ids of the program's ranks; its first child is what starts them."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         return [int(pid) for pid in children[1:]]
 
@@ -94,10 +104,45 @@ class Command(subprocess.Popen[str]):
         return self.returncode
 
 
-def _be_command(
-    words: Sequence[str], variables: Mapping[str, str], directory: str, out: _Descriptor, error: _Descriptor
+def command() -> None:
+    """The program ``evener``."""
+    from evener.cli.main import command as run
+
+    run()
+
+
+def module() -> None:
+    """The program ``python -m``."""
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+def script() -> None:
+    """The program ``python``, with a file."""
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def call() -> None:
+    """A program that calls the function in its file and writes there what it returns or raises."""
+    path = Path(sys.argv[0])
+    function, args, settings = cloudpickle.loads(path.read_bytes())
+    try:
+        answer = (function(*args, **settings), None)
+    except Exception as error:
+        answer = (None, error)
+    path.write_bytes(cloudpickle.dumps(answer))
+
+
+def _be_program(
+    program: Callable[[], object],
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    directory: str,
+    out: _Descriptor,
+    error: _Descriptor,
 ) -> None:
-    """In the fork: becomes the command, and ends with its status."""
+    """In the fork: becomes the program, and ends with its status."""
     os.setsid()
     os.chdir(directory)
     nowhere = os.open(os.devnull, os.O_RDONLY)
@@ -110,9 +155,7 @@ def _be_command(
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     subprocess_handler.Popen = Rank  # type: ignore[misc]
-    from evener.cli.main import command
-
-    _end(command)
+    _end(program)
 
 
 def _begin(words: list[str], variables: Mapping[str, str]) -> None:
@@ -159,7 +202,7 @@ def _end(run: Callable[[], object]) -> None:
 
 
 class Rank(subprocess.Popen[bytes]):
-    """A rank of a command that is a fork itself."""
+    """A rank of a program that is a fork itself."""
 
     starter: ClassVar[Connection]
 
@@ -167,7 +210,8 @@ class Rank(subprocess.Popen[bytes]):
         variables, out, error = given[5], given[12], given[14]
         assert args[0] == sys.executable
         assert (out, error) == (-1, -1), "a rank writes where its launcher does"
-        self.starter.send((args[args.index("-c") :], variables, os.getcwd()))
+        option = next(place for place, word in enumerate(args) if word in ("-c", "-m"))
+        self.starter.send((list(args[option:]), variables, os.getcwd()))
         self.pid = self.starter.recv()
         self._child_created = True
 
@@ -210,16 +254,15 @@ def _be_rank(
     os.chdir(directory)
     told.send(os.getpid())
     told.close()
-    option, bootstrap, *arguments = words
-    _begin([option, *arguments], variables)
+    option, program, *arguments = words
     torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
-    _end(partial(exec, bootstrap, vars(sys.modules["__main__"])))
+    if option == "-m":
+        _begin(words, variables)
+        _end(module)
+    _begin([option, *arguments], variables)
+    _end(partial(exec, program, vars(sys.modules["__main__"])))
 
 
-for _function in (
-    _be_command,
-    _starter,
-    _be_rank,
-    _end,
-):  # no frame of the user's, as what ``python -c`` runs is not
+_OURS = (command, module, script, call, _be_program, _starter, _be_rank, _end)
+for _function in _OURS:  # no frames of the user's, as that of ``python -c`` is none
     _function.__code__ = _function.__code__.replace(co_filename="<string>")

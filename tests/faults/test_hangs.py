@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.processes import Ended, end, start, start_command
+from tests.distributed.processes import Ended, end, start_command, start_script
 from tests.faults.running import Fault, rows, suffer
 from tests.faults.tasks_hangs import TIMEOUT_SECONDS
 from tests.tiers import NIGHTLY, SLOW, spread
@@ -257,7 +257,7 @@ def test_a_loop_that_ranks_leave_apart(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     script = tmp_path / "loop.py"
     script.write_text(LOOP)
-    ended = end(start(script, mode), 150)
+    ended = end(start_script(script, mode), 150)
     assert ended.status == 1, ended.err
     assert re.search(words, ended.err), ended.err
 
