@@ -13,6 +13,7 @@ from contextlib import chdir
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -98,6 +99,18 @@ def _serve(rank: int, world_size: int, store: str, path: list[str], connection: 
     os._exit(0)
 
 
+def fork_of_imports(function: Callable[..., None], *args: Any, daemon: bool = False) -> BaseProcess:
+    """Starts a process that calls the function: a fork of one process that has imported what every rank needs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
+    with chdir(Path(__file__).parents[1]):  # where that process finds ``tests``
+        forkserver.ensure_running()
+    process = context.Process(target=function, args=args, daemon=daemon)
+    with patch.dict(sys.modules, __main__=ModuleType("__main__")):  # or it would import that program
+        process.start()
+    return process
+
+
 class RankPool:
     """``world_size`` processes with one thread each and a gloo process group; ``run`` calls a function on all."""
 
@@ -107,20 +120,11 @@ class RankPool:
         self._connections: list[Connection] = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED_ONCE)
-        with chdir(Path(__file__).parents[1]):  # where that process finds ``tests``
-            forkserver.ensure_running()
         store = str(Path(tempfile.mkdtemp(prefix="evener-ranks-")) / "store")
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, self.world_size, store, list(sys.path), theirs), daemon=True
-            )
-            with patch.dict(
-                sys.modules, __main__=ModuleType("__main__")
-            ):  # or a rank would import that program
-                process.start()
+            ours, theirs = multiprocessing.Pipe()
+            served = (rank, self.world_size, store, list(sys.path), theirs)
+            process = fork_of_imports(_serve, *served, daemon=True)
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)

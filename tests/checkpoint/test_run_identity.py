@@ -26,6 +26,7 @@ from evener.training.fit import fit
 from evener.training.lifecycle.callback import Callback
 from evener.training.run import Trained
 from tests import tasks
+from tests.distributed.processes import call
 from tests.faults.tasks import digest
 from tests.tiers import ALWAYS, NIGHTLY, crossed, spread
 
@@ -223,7 +224,8 @@ def test_after_a_death_before_the_first_save_no_earlier_run_is_gone_on_with(
 ) -> None:
     run = tmp_path / "run"
     cut_short(run, 6)
-    again = fit(
+    again = call(
+        fit,
         dies_once,
         options={"home": str(tmp_path)},
         processes=2,

@@ -12,6 +12,7 @@ from evener.cli.main import main
 from evener.collectives.tuning.bench import Row
 from evener.tools import bench as benching
 from evener.tools.bench import BenchResult
+from tests.distributed.processes import call
 
 FIELDS = {"algorithm", "size", "count", "type", "redop", "time", "algbw", "busbw", "wrong", "predicted"}
 
@@ -47,7 +48,8 @@ def row(**changes: Any) -> Row:
 
 @pytest.mark.slow
 def test_two_ranks_and_two_sizes(capfd: pytest.CaptureFixture[str]) -> None:
-    status = bench(
+    status = call(
+        bench,
         *("--processes", "2", "--device", "cpu", "--sizes", "4K,64K", "--type", "int32"),
         *("--algorithms", "native,shared-memory", "--json", "found.json", "--plot", "found.svg"),
     )

@@ -16,7 +16,7 @@ import torch
 
 from evener.cli.main import command, main
 from evener.distributed.launch import exit_watch as ends
-from tests.distributed.processes import await_death, end, run, start
+from tests.distributed.processes import await_death, end, run, start_command
 from tests.tiers import NIGHTLY, SLOW, spread
 
 TRAIN = ["--processes", "1", "--device", "cpu"]
@@ -250,13 +250,10 @@ def test_a_nan_on_one_rank_names_step_and_rank(capsys: pytest.CaptureFixture[str
 def test_a_signal_ends_all_ranks_and_leaves_the_summary(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C goes to all processes of the terminal, SIGTERM to the command alone."""
     train = ["train", "tests.tasks:slow", *PAIR, "--run-dir", str(tmp_path / "run")]
-    path = os.pathsep.join(path for path in sys.path if path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", path)
-        program = start("-m", "evener.cli.main", *train)
+    program = start_command(*train)
     try:
         await_steps(tmp_path / "run" / "records.jsonl")
-        ranks = children_of(program.pid)
+        ranks = program.ranks()
         if number == signal.SIGINT:
             os.killpg(program.pid, number)
         else:
@@ -277,14 +274,11 @@ def test_a_signal_ends_all_ranks_and_leaves_the_summary(tmp_path: Path, number: 
 @pytest.mark.slow
 def test_a_rank_that_is_stuck_leaves_its_summary(tmp_path: Path) -> None:
     """It waits in native code for one that was stopped, where no exception reaches it."""
-    path = os.pathsep.join(path for path in sys.path if path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", path)
-        native = [*PAIR, "--allreduce", "native", "--run-dir", str(tmp_path / "run"), "--grace-seconds", "3"]
-        program = start("-m", "evener.cli.main", "train", "tests.tasks:slow", *native)
+    native = [*PAIR, "--allreduce", "native", "--run-dir", str(tmp_path / "run"), "--grace-seconds", "3"]
+    program = start_command("train", "tests.tasks:slow", *native)
     try:
         await_steps(tmp_path / "run" / "records.jsonl")
-        first, second = sorted(children_of(program.pid))
+        first, second = sorted(program.ranks())
         os.kill(second, signal.SIGSTOP)
         time.sleep(0.5)
         program.send_signal(signal.SIGTERM)
@@ -303,11 +297,6 @@ def await_steps(records: Path, deadline_seconds: float = 90) -> None:
     while not records.exists() or len(records.read_text().splitlines()) < 3:
         assert time.monotonic() < deadline, "the run did not start"
         time.sleep(0.05)
-
-
-def children_of(pid: int) -> list[int]:
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in found]
 
 
 @pytest.mark.gpu

@@ -72,7 +72,8 @@ def test_every_all_reduce_keeps_its_promises(ranks: Any, name: str, world_size: 
     "name", [pytest.param(name, marks=SLOW if name in OWN_WAYS else NIGHTLY) for name in NAMES]
 )
 def test_every_all_reduce_misses_a_rank(ranks: Any, name: str) -> None:
-    ranks(2).run(check_all_reduce, name, timeout_seconds=20, **claimed(name))
+    """What it sums, of each type, is tried above."""
+    ranks(2).run(check_all_reduce, name, dtypes=[torch.float32], timeout_seconds=20)
 
 
 def test_two_level_over_hosts_of_unequal_size(ranks: Any) -> None:

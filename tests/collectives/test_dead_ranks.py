@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ranks import fork_of_imports
 from tests.tiers import NIGHTLY, SLOW, spread
 
 pytestmark = pytest.mark.slow
@@ -52,16 +53,11 @@ def _rank(rank: int, store: str, name: str, blow: int, connection: Any) -> None:
 
 def errors_of_survivors(tmp_path: Path, name: str, blow: int) -> dict[int, list[str]]:
     """The errors of the two calls after the blow, of every rank that was not hit."""
-    context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(WORLD_SIZE)]
+    pipes = [multiprocessing.Pipe() for _ in range(WORLD_SIZE)]
     processes = [
-        context.Process(
-            target=_rank, args=(rank, str(tmp_path / "store"), name, blow, pipes[rank][1]), daemon=True
-        )
-        for rank in range(WORLD_SIZE)
+        fork_of_imports(_rank, rank, str(tmp_path / "store"), name, blow, theirs, daemon=True)
+        for rank, (_, theirs) in enumerate(pipes)
     ]
-    for process in processes:
-        process.start()
     try:
         errors = {}
         for rank in range(WORLD_SIZE):

@@ -6,9 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import cloudpickle
+
+from tests.distributed import forked
+
+R = TypeVar("R")
 
 DRIVER = """
 import sys
@@ -30,7 +38,6 @@ class Ended(NamedTuple):
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
     """A Python program in a session of its own, with pipes; it ends at SIGHUP even if the tests run under ``nohup``."""
-    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which the program inherits
     try:
         return subprocess.Popen(
@@ -38,11 +45,52 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=variables,
+            env=_variables(),
             start_new_session=True,
         )
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def _variables() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+
+
+def start_command(*arguments: str | Path) -> forked.Fork:
+    """``evener`` with the arguments, which finds PyTorch imported: see :mod:`tests.distributed.forked`."""
+    return _fork(forked.command, "evener", *arguments)
+
+
+def start_module(*arguments: str | Path) -> forked.Fork:
+    """``python -m`` with the arguments, in the same way."""
+    return _fork(forked.module, "-m", *arguments)
+
+
+def start_script(*arguments: str | Path) -> forked.Fork:
+    """``python`` with the arguments, in the same way."""
+    return _fork(forked.script, *arguments)
+
+
+def call(function: Callable[..., R], *args: Any, timeout: float = 150, **settings: Any) -> R:
+    """What the function returns or raises in a program that finds PyTorch imported, as do the ranks it launches.
+
+    What they print is printed here.
+    """
+    with tempfile.TemporaryDirectory(prefix="evener-call-") as directory:
+        path = Path(directory) / "call"
+        path.write_bytes(cloudpickle.dumps((function, args, settings)))
+        ended = end(_fork(forked.call, path), timeout)
+        sys.stdout.write(ended.out)
+        sys.stderr.write(ended.err)
+        assert ended.status == 0
+        result, error = cloudpickle.loads(path.read_bytes())
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+def _fork(program: Callable[[], object], *words: str | Path) -> forked.Fork:
+    return forked.Fork(program, [str(word) for word in words], _variables())
 
 
 def end(process: subprocess.Popen[str], timeout: float = 60) -> Ended:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.processes import Ended, end, start
+from tests.distributed.processes import Ended, end, start_command, start_script
 from tests.faults.running import Fault, rows, suffer
 from tests.faults.tasks_hangs import TIMEOUT_SECONDS
 from tests.tiers import NIGHTLY, SLOW, spread
@@ -165,8 +165,8 @@ def run_script(path: Path, text: str, mode: str) -> tuple[Ended, dict[str, int]]
     path.write_text(text)
     lines = enumerate(text.splitlines(), 1)
     marked = {line.partition("  # ")[2]: number for number, line in lines if "  # " in line}
-    command = ("-m", "evener.cli.main", "run", "--processes", "2", "--device", "cpu", path, mode)
-    return end(start(*command), 150), marked
+    command = ("run", "--processes", "2", "--device", "cpu", path, mode)
+    return end(start_command(*command), 150), marked
 
 
 @pytest.mark.slow
@@ -257,7 +257,7 @@ def test_a_loop_that_ranks_leave_apart(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     script = tmp_path / "loop.py"
     script.write_text(LOOP)
-    ended = end(start(script, mode), 150)
+    ended = end(start_script(script, mode), 150)
     assert ended.status == 1, ended.err
     assert re.search(words, ended.err), ended.err
 
@@ -279,7 +279,7 @@ def test_a_machine_that_never_comes(backend: str) -> None:
         "--timeout-seconds",
         "3",
     )
-    ended = end(start("-m", "evener.cli.main", *command, "--rdzv-backend", backend, *where), 150)
+    ended = end(start_command(*command, "--rdzv-backend", backend, *where), 150)
     assert ended.status == 1, ended.err
     assert re.search(r"evener: waiting for (1|the other) of 2 machines at .* for \d+ s", ended.err), ended.err
     assert "RankTimeoutError: the machines of the run did not find each other within 3 s" in ended.err

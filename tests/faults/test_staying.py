@@ -13,7 +13,7 @@ import pytest
 from evener.core.records import RunSummary
 from evener.distributed.launch.rendezvous import Rendezvous
 from evener.training.fit import fit
-from evener.training.run import Trained
+from tests.distributed.processes import call
 from tests.faults import tasks_staying
 from tests.tiers import NIGHTLY, SLOW, spread
 
@@ -22,7 +22,7 @@ LAST = 20
 """Steps of the run."""
 
 
-def train(home: Path, task: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Trained:
+def train(home: Path, task: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> RunSummary:
     monkeypatch.setenv("EVENER__TESTS_FAULT", str(home))
     usual: dict[str, Any] = {
         "processes": PROCESSES,
@@ -33,7 +33,11 @@ def train(home: Path, task: str, monkeypatch: pytest.MonkeyPatch, **settings: An
         "rendezvous": Rendezvous(max_restarts=5),
         "show": False,
     }
-    return fit(getattr(tasks_staying, task), **(usual | settings))
+    return call(summary_of, getattr(tasks_staying, task), **(usual | settings))
+
+
+def summary_of(task: Any, **settings: Any) -> RunSummary:
+    return fit(task, **settings).summary
 
 
 def records(home: Path, kind: str) -> list[dict[str, Any]]:
@@ -69,7 +73,7 @@ def test_deaths_at_every_place_leave_no_trace(
     expected = ranks(PROCESSES).run(undisturbed, str(whole), "holds")[0]
     for place in PLACES:
         (home / place).touch()
-    found = train(home, "holds", monkeypatch).summary
+    found = train(home, "holds", monkeypatch)
     assert [path.name for path in home.iterdir()] == ["run"], "all have died"
     said = capfd.readouterr().err
     assert said.count("the others stay, with what they hold in memory") == len(PLACES)
@@ -111,7 +115,7 @@ def test_where_memory_does_not_do_all_start_again_from_the_file(
     whole, home = homes
     expected = ranks(PROCESSES).run(undisturbed, str(whole), "holds" if task == "dies_twice" else task)[0]
     (home / place).touch()
-    found = train(home, task, monkeypatch, save_every="1steps", save_mode="blocking").summary
+    found = train(home, task, monkeypatch, save_every="1steps", save_mode="blocking")
     said = capfd.readouterr().err
     assert re.search(rf"restart 1 of 5: of rank [01] alone(?s:.*){why}(?s:.*)restart 2 of 5\n$", said)
     assert found.weights_digest == expected.weights_digest

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from evener import checkpoint
-from tests.distributed.processes import await_death, await_files, end, start
+from tests.distributed.processes import await_death, await_files, end, start_command
 from tests.faults import tasks
 from tests.faults.running import Fault, rows, suffer
 
@@ -87,9 +87,9 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
     """As a machine of several is told that it will be taken away."""
     os.environ["EVENER__TESTS_FAULT"] = str(tmp_path / "fault")
     pair = ("--processes", "2", "--device", "cpu", "--run-dir", str(tmp_path / "run"))
-    program = start("-m", "evener.cli.main", "train", "tests.faults.tasks:runs", *pair)
+    program = start_command("train", "tests.faults.tasks:runs", *pair)
     await_files(tmp_path / "fault")
-    ranks = [int(pid) for pid in Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()]
+    ranks = program.ranks()
     os.kill(ranks[1], TERM)
     ended = end(program, 60)
     assert ended.status == 143, ended.err
@@ -102,11 +102,9 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
 def test_a_launcher_that_is_killed_leaves_no_rank_and_the_last_checkpoint(tmp_path: Path) -> None:
     os.environ["EVENER__TESTS_FAULT"] = str(tmp_path / "fault")
     pair = ("--processes", "2", "--device", "cpu", "--run-dir", str(tmp_path / "run"))
-    program = start(
-        "-m", "evener.cli.main", "train", "tests.faults.tasks:runs", *pair, "--save-every", "2steps"
-    )
+    program = start_command("train", "tests.faults.tasks:runs", *pair, "--save-every", "2steps")
     await_files(tmp_path / "fault", tmp_path / "run" / "checkpoints" / "latest")
-    ranks = [int(pid) for pid in Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()]
+    ranks = program.ranks()
     program.kill()
     end(program, 30)
     await_death(ranks)

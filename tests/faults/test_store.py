@@ -7,14 +7,13 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from evener.training.fit import fit
-from tests.distributed.processes import await_death, await_files, end, start
+from tests.distributed.processes import await_death, await_files, end, start_module
 from tests.faults.tasks_hangs import TIMEOUT_SECONDS
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "evener.cli.main")
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "evener.cli.main")
 
 
 def lose_the_store(
@@ -23,9 +22,9 @@ def lose_the_store(
     """Kills torchrun when the task says so; the ranks that ended by themselves within so long, and what they said."""
     monkeypatch.setenv("EVENER__TESTS_FAULT", str(directory / "fault"))
     settings = ("--device", "cpu", "--run-dir", str(directory / "run"))
-    program = start(*TORCHRUN, "train", f"tests.faults.{task}", *settings)
+    program = start_module(*TORCHRUN, "train", f"tests.faults.{task}", *settings)
     await_files(directory / "fault")
-    ranks = [child.pid for child in psutil.Process(program.pid).children()]
+    ranks = program.ranks()
     os.kill(program.pid, signal.SIGKILL)
     await_death(ranks, seconds)
     return ranks, end(program).err

@@ -18,7 +18,7 @@ import torch
 
 from evener.cli.main import main
 from evener.training.fit import fit
-from tests.distributed.processes import await_files, end, start
+from tests.distributed.processes import await_files, end, start_command
 from tests.faults.running import Fault, rows, suffer
 from tests.tiers import NIGHTLY, SLOW, spread
 from tests.warm import Warm
@@ -150,10 +150,8 @@ def test_ranks_that_print_to_nobody_finish(tmp_path: Path) -> None:
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Path]:
     """The directory of a run that goes on and on."""
-    program = start(
-        *("-m", "evener.cli.main", "train", "tests.tasks:slow", "--device", "cpu", "--processes", "1"),
-        *("--run-dir", tmp_path / "run"),
-    )
+    one = ("--device", "cpu", "--processes", "1")
+    program = start_command("train", "tests.tasks:slow", *one, "--run-dir", tmp_path / "run")
     await_files(tmp_path / "run" / ".evener-owner")
     yield tmp_path / "run"
     program.send_signal(signal.SIGKILL)

@@ -29,6 +29,7 @@ from evener.training.factory import check_division
 from evener.training.reporting.ranks import RecentSteps
 from evener.training.reporting.terminal import summary_text
 from tests.comparing import handed_on, worst
+from tests.distributed.processes import call
 from tests.strategies.seven import (  # noqa: F401 (some as tasks of this module, by name)
     FEATURES,
     SAMPLES,
@@ -269,7 +270,7 @@ def diverging() -> Task:
 def test_what_ends_a_run_names_the_rank_of_the_world(name: str, kind: type[EvenerError], words: str) -> None:
     settings: dict[str, Any] = {"strategy": TWO_AXES, "processes": 4, "device": "cpu", "timeout_seconds": 60}
     with pytest.raises(kind, match=f"(?s){words}"):
-        evener.fit(f"{__name__}:{name}", show=False, **settings)
+        call(evener.fit, f"{__name__}:{name}", show=False, **settings)
 
 
 def another_length() -> Task:

@@ -12,6 +12,7 @@ from evener.core.config.run_config import RunConfig
 from evener.distributed.environment import Environment
 from evener.training.engine import Engine
 from tests import tasks
+from tests.distributed.processes import call
 from tests.tiers import NIGHTLY
 from tests.training.test_exactness import apart, trajectory
 
@@ -76,7 +77,7 @@ def all_recorded() -> dict[str, Recorded]:
 
 @pytest.mark.slow
 def test_workers_read_ahead_across_changes_and_no_sample_is_repeated_or_lost() -> None:
-    on_ranks = evener.launch(all_recorded, processes=2, device="cpu")
+    on_ranks = call(evener.launch, all_recorded, processes=2, device="cpu")
     together = {name: [runs[name] for runs in on_ranks] for name in on_ranks[0]}
     equal = _ids_by_step(together["equal"])
     for name, changes in (("equal", 1), ("auto", 2), (RANDOM, 5)):

@@ -9,7 +9,7 @@ import pytest
 from evener.distributed.ddp_profiler.profiler import StepTimes
 from evener.distributed.ddp_profiler.report import DdpObserver, Observation, table
 from evener.errors import ConfigurationError
-from tests.distributed.processes import run
+from tests.distributed.processes import end, start_command
 
 SCRIPT = """
 import sys, time
@@ -39,7 +39,7 @@ def script(tmp_path: Path) -> Path:
 def test_the_command_shows_which_rank_is_slow(script: Path, tmp_path: Path) -> None:
     seen = tmp_path / "seen.json"
     options = ["--processes", "2", "--device", "cpu", "--observe", "--json", seen]
-    ended = run("-m", "evener.cli.main", "run", *options, script)
+    ended = end(start_command("run", *options, script))
     assert ended.status == 0, ended.err
     assert "rank 1 is slowest, by its work" in ended.err
     ranks = json.loads(seen.read_text())["ranks"]
@@ -53,9 +53,7 @@ def test_the_command_shows_which_rank_is_slow(script: Path, tmp_path: Path) -> N
 
 @pytest.mark.nightly
 def test_a_script_that_fails_is_told_about_too(script: Path) -> None:
-    ended = run(
-        "-m", "evener.cli.main", "run", "--processes", "2", "--device", "cpu", "--observe", script, "3"
-    )
+    ended = end(start_command("run", "--processes", "2", "--device", "cpu", "--observe", script, "3"))
     assert ended.status == 3
     assert "     0        3" in ended.err
     assert "     1        3" in ended.err

@@ -19,6 +19,7 @@ from evener.distributed.launch.launch import launch
 from evener.distributed.launch.script import run_script
 from evener.distributed.watchdog.heartbeat import Heartbeat
 from evener.errors import RankError
+from tests.distributed.processes import call
 from tests.tiers import NIGHTLY, SLOW, spread
 
 LEFT = Heartbeat(
@@ -76,7 +77,7 @@ def stays(first: str) -> str:
 )
 def test_a_launched_rank_that_does_not_end_is_named_with_its_stack(what: str, named: str) -> None:
     with pytest.raises(RankError, match=named) as raised:
-        launch(stays, what, processes=2, device="cpu", timeout_seconds=10)
+        call(launch, stays, what, processes=2, device="cpu", timeout_seconds=10)
     assert "rank 1 " in str(raised.value)
     assert "threading.py" in str(raised.value)
     assert raised.value.exit_status == 1
@@ -89,7 +90,7 @@ def test_a_script_s_thread_is_ended_when_it_stands_still(tmp_path: Path) -> None
         "import threading\nthreading.Thread(target=threading.Event().wait, name='endless').start()\n"
     )
     with pytest.raises(RankError, match="'endless'"):
-        run_script(str(script), processes=2, device="cpu", timeout_seconds=10)
+        call(run_script, str(script), processes=2, device="cpu", timeout_seconds=10)
 
 
 def command_that_stays() -> None:

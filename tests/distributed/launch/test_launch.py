@@ -13,7 +13,7 @@ import torch.distributed as dist
 from evener.distributed.launch.launch import launch
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError, InterruptedRunError, RankError, RankTimeoutError
-from tests.distributed.processes import await_death, await_files, end, run, start
+from tests.distributed.processes import await_death, await_files, call, end, run, start
 
 BLOCKED = """
 import os, sys, time
@@ -115,7 +115,7 @@ def test_a_users_mistake_comes_back_as_what_it_is() -> None:
         threading.Event().wait()
 
     with pytest.raises(ConfigurationError) as caught:
-        launch(work, processes=2, device="cpu")
+        call(launch, work, processes=2, device="cpu")
     assert str(caught.value) == "rank 1: batch size is 0"
 
 
@@ -142,7 +142,7 @@ def test_a_stopped_rank_ends_the_run_and_is_named() -> None:
                 dist.all_reduce(torch.ones(1))
 
     with pytest.raises(RankTimeoutError, match=r"rank 0 has waited \d+ s in all-reduce of step 7") as caught:
-        launch(work, processes=2, device="cpu")
+        call(launch, work, processes=2, device="cpu")
     late = str(caught.value).splitlines()[1]
     assert "rank 1" in late
     assert "is stopped" in late

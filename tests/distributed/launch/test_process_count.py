@@ -13,6 +13,7 @@ from evener.distributed.failure import Failure
 from evener.distributed.launch.launch import launch
 from evener.distributed.launch.process_count import Headcount, dead
 from evener.distributed.launch.rendezvous import Rendezvous
+from tests.distributed.processes import call
 
 
 @pytest.mark.parametrize(
@@ -82,8 +83,12 @@ def place_or_death() -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_results_are_those_of_the_last_start(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found = launch(
-        place_or_death, processes=Headcount((3, 2)), rendezvous=Rendezvous(max_restarts=1), device="cpu"
+    found = call(
+        launch,
+        place_or_death,
+        processes=Headcount((3, 2)),
+        rendezvous=Rendezvous(max_restarts=1),
+        device="cpu",
     )
     assert found == [(0, 2), (1, 2)]
     assert "restart 1 of 1, with 2 ranks" in capfd.readouterr().err

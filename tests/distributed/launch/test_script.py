@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from evener.distributed.launch.script import run_script
-from evener.errors import ConfigurationError
-from tests.distributed.processes import drive
+from evener.errors import ConfigurationError, RankError, RankTimeoutError
+from tests.distributed.processes import call, drive
 
 WHOLE = """
 import argparse, atexit, os, pickle, sys
@@ -95,16 +95,17 @@ def test_a_scripts_traceback_is_shown_once_with_its_rank(faults: Path) -> None:
 
 @pytest.mark.slow
 def test_a_scripts_own_exit_status_is_kept(faults: Path) -> None:
-    ended = drive(faults, "exit")
-    assert (ended.status, ended.err.strip()) == (3, "RankError rank 1 ended with status 3")
+    with pytest.raises(RankError, match=r"^rank 1 ended with status 3$") as caught:
+        call(run_script, str(faults), ["exit"], processes=2, device="cpu")
+    assert caught.value.exit_status == 3
 
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(faults: Path) -> None:
-    ended = drive(faults, "late", timeout_seconds=3)
-    assert ended.status == 1
-    lines = ended.err.strip().splitlines()
-    assert "RankTimeoutError rank 0 has waited" in lines[0]
+    with pytest.raises(RankTimeoutError) as caught:
+        call(run_script, str(faults), ["late"], processes=2, device="cpu", timeout_seconds=3.0)
+    lines = str(caught.value).splitlines()
+    assert "rank 0 has waited" in lines[0]
     assert "all_reduce of float32[1], at faults.py:16" in lines[0]
     assert "rank 1" in lines[1]
     assert "faults.py:15" in lines[1]

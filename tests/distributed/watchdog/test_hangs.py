@@ -15,7 +15,7 @@ from evener.distributed.failure import record_failure
 from evener.distributed.launch.launch import launch
 from evener.distributed.session import Session
 from evener.errors import RankError, RankTimeoutError
-from tests.distributed.processes import run
+from tests.distributed.processes import call, end, start_script
 from tests.tiers import NIGHTLY, SLOW, spread
 
 pytestmark = pytest.mark.slow
@@ -93,7 +93,7 @@ def test_a_rank_that_does_not_come_is_named_once_with_its_line(
     script = tmp_path / "train.py"
     script.write_text(TRAIN.replace("TIMEOUT", str(TIMEOUT_SECONDS)))
     lines = [number for number, text in enumerate(script.read_text().splitlines(), 1) if "# here" in text]
-    ended = run(script, str(processes), all_reduce, place, norm)
+    ended = end(start_script(script, str(processes), all_reduce, place, norm))
     seconds = time.time() - float(script.with_suffix(".hung").read_text())
     assert ended.status == 1, ended.err
     assert TIMEOUT_SECONDS < seconds < TIMEOUT_SECONDS + 60, "a limit and not the five minutes of the default"
@@ -131,7 +131,7 @@ def save_together(first_seconds: float, fault: str) -> float:
 
 def test_what_all_ranks_do_together_may_take_longer_than_the_timeout() -> None:
     """Of 2 s. The ranks do not begin in the same instant, so who waits may see a little less than is slept."""
-    assert min(launch(save_together, 7.0, "", processes=2, device="cpu")) > 6
+    assert min(call(launch, save_together, 7.0, "", processes=2, device="cpu")) > 6
 
 
 @pytest.mark.parametrize("fault", spread(["elsewhere", "stopped"], SLOW, NIGHTLY))
@@ -139,7 +139,7 @@ def test_a_rank_that_leaves_the_others_to_save_alone_is_named(fault: str) -> Non
     with pytest.raises(
         RankTimeoutError, match=r"rank 1 was missing for \d+ s from checkpoint of step 1"
     ) as caught:
-        launch(save_together, 0.0, fault, processes=2, device="cpu")
+        call(launch, save_together, 0.0, fault, processes=2, device="cpu")
     late = str(caught.value).splitlines()[1]
     assert "rank 1 (host" in late
     assert ("is stopped" if fault == "stopped" else "test_hangs.py") in late
@@ -147,7 +147,7 @@ def test_a_rank_that_leaves_the_others_to_save_alone_is_named(fault: str) -> Non
 
 def test_a_rank_that_dies_while_others_save_is_named_at_once() -> None:
     with pytest.raises(RankError, match=r"rank 1 \(pid \d+\) was killed by SIGKILL"):
-        launch(save_together, 0.0, "killed", processes=2, device="cpu")
+        call(launch, save_together, 0.0, "killed", processes=2, device="cpu")
 
 
 def speak_and_hold() -> None:
@@ -162,4 +162,4 @@ def speak_and_hold() -> None:
 
 def test_what_a_rank_has_said_goes_before_what_the_launcher_sees() -> None:
     with pytest.raises(RankTimeoutError, match=r"^rank 1 has waited in vain$"):
-        launch(speak_and_hold, processes=2, device="cpu")
+        call(launch, speak_and_hold, processes=2, device="cpu")

@@ -16,6 +16,7 @@ from evener.collectives.native import Native
 from evener.errors import ConfigurationError, EvenerError
 from evener.testing import ConformanceError, check_all_reduce
 from evener.tools.conformance import all_reduces
+from tests.distributed.processes import call
 from tests.tiers import NIGHTLY
 
 DTYPES = [torch.float32]
@@ -242,7 +243,7 @@ def test_a_rank_that_does_not_end_the_trial_is_named(ranks: Any) -> None:
 @pytest.mark.slow
 def test_ranks_are_started_where_there_are_none() -> None:
     with pytest.raises(ConformanceError, match="Averages breaks its promise: the tensor is the sum over"):
-        check_all_reduce(Averages, processes=2, dtypes=DTYPES, missing_rank=False)
+        call(check_all_reduce, Averages, processes=2, dtypes=DTYPES, missing_rank=False)
 
 
 def test_one_rank_is_too_few() -> None:

@@ -15,6 +15,7 @@ from evener.strategies.registry import strategy_called
 from evener.testing import ConformanceError, check_strategy
 from evener.tools.conformance.harness import NAMES
 from evener.tools.conformance.strategies import TOLERANCE, difference
+from tests.distributed.processes import call
 from tests.tiers import NIGHTLY, SLOW, spread
 
 NOT_BY_FEATURES = ("idle", "tokens", "sparse")
@@ -130,7 +131,12 @@ def test_what_cannot_be_tried() -> None:
 def test_ranks_are_started_where_there_are_none() -> None:
     without = [name for name in NAMES if name != "plain"]
     with pytest.raises(ConformanceError, match="gradients are sums over all samples"):
-        check_strategy("tests.tools.conformance.wrong_strategies:Averages", processes=(2,), without=without)
+        call(
+            check_strategy,
+            "tests.tools.conformance.wrong_strategies:Averages",
+            processes=(2,),
+            without=without,
+        )
 
 
 @pytest.mark.nightly

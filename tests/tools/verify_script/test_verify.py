@@ -16,6 +16,7 @@ from evener.cli.main import main
 from evener.cli.verify import text_of_script
 from evener.errors import ConfigurationError, ShareError
 from evener.tools.verify_script import ScriptVerification, verify_script
+from tests.distributed.processes import call
 from tests.ranks import RankPool
 from tests.tiers import ALWAYS, NIGHTLY, SLOW, spread
 from tests.warm import Warm
@@ -225,7 +226,7 @@ def test_settings_that_cannot_work() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_fails_alone_is_named_with_its_line() -> None:
-    found = verify_script(LOOPS / "failing.py", processes=2, device="cpu", timeout_seconds=60.0)
+    found = call(verify_script, LOOPS / "failing.py", processes=2, device="cpu", timeout_seconds=60.0)
     assert not found.passed
     assert "on 2 ranks, and not on one device: rank 1: raised ValueError: I want more samples" in found.found
     assert found.source == 'raise ValueError("I want more samples")  # parts'

@@ -22,6 +22,7 @@ from evener.distributed.launch.rendezvous import Rendezvous
 from evener.errors import ConfigurationError
 from evener.training.fit import fit
 from evener.training.lifecycle.elastic import headcount_of, restarting
+from tests.distributed.processes import call
 from tests.faults import chaos
 from tests.faults.running import Fault, rows, suffer
 
@@ -127,7 +128,7 @@ def test_two_ranks_go_on_with_what_three_began(
 ) -> None:
     whole = ranks(3).run(train)[0]
     capfd.readouterr()
-    trained = train(processes="2:3", run_dir=tmp_path / "run", observers=[DyingJournal(tmp_path)])
+    trained = call(train, processes="2:3", run_dir=tmp_path / "run", observers=[DyingJournal(tmp_path)])
     shown = capfd.readouterr().err
     assert "was killed by SIGKILL" in shown
     assert "restart 1 of 1, with 2 ranks" in shown
