@@ -56,6 +56,7 @@ NO_POSITIONS = dict.fromkeys(OF_SAMPLES, "TaskError: .* divides the loss's terms
 }
 
 NO_SPARSE = {"recommender": "TaskError: items has sparse gradients, which PyTorch's FSDP2 does not sum"}
+NO_SPARSE_SERVER = {"recommender": "ConfigurationError: strategy 'asynchronous' sends dense gradients"}
 NO_PAIRS = {"several": "TaskError: strategy 'tensor' looked in Several for pairs of linear layers"}
 NO_STREAM = dict.fromkeys(MODELS, "TaskError: sequence=True: .* has none of PyTorch's transformer layers")
 del NO_STREAM["transformer"]
@@ -70,6 +71,9 @@ ROWS = {
     "local_sgd of one replica": Row(1, {"strategy": "local_sgd", "strategy_option": ("sync_every=1",)}),
     "diloco of one replica, without momentum": Row(
         1, {"strategy": "diloco", "strategy_option": ("sync_every=1", "outer_lr=1", "outer_momentum=0")}
+    ),
+    "asynchronous without staleness": Row(
+        1, {"strategy": "asynchronous", "strategy_option": ("sync_every=1", "staleness=0")}, NO_SPARSE_SERVER
     ),
     "layers": Row(1, {"strategy": "layers", "devices": "cpu:0,cpu:1"}),
     "dimension": Row(2, {"strategy": "dimension"}, NO_FEATURES),

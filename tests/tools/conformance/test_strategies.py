@@ -50,7 +50,7 @@ def test_evener_keeps_its_own_promises(
 def test_every_strategy_for_several_ranks_is_tried() -> None:
     """Others have tests of their own, with tasks that have what they divide."""
     on_one_rank = {name for name in STRATEGIES if strategy_called(name).one_process}
-    elsewhere = {"single", "experts", "tensor", "context", "sharded", "local_sgd", "diloco"}
+    elsewhere = {"single", "experts", "tensor", "context", "sharded", "local_sgd", "diloco", "asynchronous"}
     assert STRATEGIES.keys() - elsewhere - on_one_rank == {"ddp", "dimension", "pipeline"}
 
 

@@ -50,6 +50,9 @@ class Asynchronous(Strategy):
             )
         return self
 
+    def batch_parts(self, world_size: int) -> int:
+        return world_size
+
     @property
     def batches_in_step(self) -> int:
         return self.sync_every

@@ -102,9 +102,9 @@ def _refuse_unknowable(config: RunConfig, strategy: Strategy) -> None:
         )
     if any(part.batch_parts(1) is not None for part in parts):
         raise ConfigurationError(
-            f"strategy {strategy.label!r} takes local steps, of which no estimate is made: estimate one process with a "
-            "batch of batch_size / replicas samples, and add the weights three times, which are the merged ones, the "
-            "momentum of the outer optimizer, and the differences on their way"
+            f"with strategy {strategy.label!r} ranks do not meet in every step, of which no estimate is made: estimate "
+            "one process with a batch of batch_size / ranks samples, and add the weights three times, which are the "
+            "merged ones, the momentum of an outer optimizer or the server's sum, and what is on its way"
         )
     if any(isinstance(part, Pipeline) and part.cut is None and part.balance == "time" for part in parts):
         raise ConfigurationError(
