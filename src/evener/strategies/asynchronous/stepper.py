@@ -258,7 +258,10 @@ class AsynchronousSynchronizer(NoSync):
 
     follows = False
 
-    words = "a parameter server on rank 0"
+    def __init__(self, learner: Learner, terms: Terms) -> None:
+        super().__init__(learner)
+        old = "" if terms.staleness is None else f", at most {terms.staleness} versions old"
+        self.words = f"a parameter server on rank 0, those of {terms.buffer} samples for an update{old}"
 
     holds_all = True
 

@@ -91,14 +91,16 @@ class Asynchronous(Strategy):
         return self
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
-        return AsynchronousSynchronizer(learner)
+        return AsynchronousSynchronizer(learner, self._terms(learner))
 
     def stepper(self, learner: Learner) -> Stepper:
         assert isinstance(learner.rounds, Sections)
+        return AsynchronousSteps(learner, learner.rounds, self._terms(learner))
+
+    def _terms(self, learner: Learner) -> Terms:
+        assert isinstance(learner.rounds, Sections)
         batch_size = learner.rounds.batch_size
-        staleness = None if self.staleness < 0 else self.staleness
-        terms = Terms(batch_size, self.buffer or batch_size, staleness)
-        return AsynchronousSteps(learner, learner.rounds, terms)
+        return Terms(batch_size, self.buffer or batch_size, None if self.staleness < 0 else self.staleness)
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,8 @@ class BatchFeed:
 
         May be called before anything is read. Returns no shares if the data decide them, or there is only one part.
         """
-        if self._reading.parts is not None or self._reading.ranks == 1:
+        on_demand = isinstance(self._learner.rounds, Sections)
+        if self._reading.parts is not None or self._reading.ranks == 1 or on_demand:
             return (), False
         if self._loader is None:
             self._ready(progress)

@@ -98,9 +98,7 @@ def parts_of(learner: Learner, everything: bool) -> Iterator[ReplicaPart]:
         for name, buffer in own_buffers(module).items():
             if buffer is not None:
                 yield _part(clean_name(f"{at}.{name}" if at else name), buffer, buffer)
-    alike = everything and not isinstance(
-        learner.rounds, Rounds
-    )  # replicas have optimizer state of their own
+    alike = everything and not isinstance(learner.rounds, Rounds)  # replicas have states of their own
     for parameter, entries in learner.optimizer.state.items() if alike else ():
         for key, value in entries.items():
             if isinstance(value, Tensor) and parameter in names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import zip_longest
@@ -32,6 +32,7 @@ class CountersRecord(TypedDict):
     sample_seconds: list[float]
     memory: list[dict[str, int]]
     skipped: int
+    updates_of_server: str
 
 
 class SummaryCounters(Observer):
@@ -45,6 +46,8 @@ class SummaryCounters(Observer):
         self.memory: list[dict[str, int]] = []
         """For each rank, the peak of bytes in use in a step, and what they were used for."""
         self.evaluation_record: EvaluationRecord | None = None
+        self._ages = Counter[int]()
+        self._merges = self._wasted = 0
         self._times = [deque[float](maxlen=WINDOW) for _ in range(parts)]
         """Seconds per sample, for each part."""
 
@@ -53,6 +56,8 @@ class SummaryCounters(Observer):
     def step(self, record: StepRecord) -> None:
         self.last = record
         self.skipped += record.skipped
+        self._merges, self._wasted = self._merges + len(record.merges), self._wasted + record.wasted
+        self._ages.update(number - each[1] for number, held in enumerate(record.merges) for each in held)
         known = [each["peak"] for each in self.memory] or [-1] * len(record.memory_peak)
         if any(map(gt, record.memory_peak, known)):
             pairs = zip_longest(self.memory, _memory_of(record), fillvalue={"peak": -1})
@@ -97,7 +102,19 @@ class SummaryCounters(Observer):
             "sample_seconds": self.sample_seconds(),
             "memory": self.memory,
             "skipped": self.skipped,
+            "updates_of_server": self._updates_of_server(),
         }
+
+    def _updates_of_server(self) -> str:
+        """Describes the updates of asynchronous training; "" if there were none."""
+        if not self._merges:
+            return ""
+        mean = sum(age * number for age, number in self._ages.items()) / self._ages.total()
+        again = f"; {self._wasted:,} samples were computed again" if self._wasted else ""
+        return (
+            f"each sample in one of {self._merges:,} updates; gradients {mean:.1f} versions old on average, at most "
+            f"{max(self._ages)}{again}"
+        )
 
 
 def _memory_of(record: StepRecord) -> list[dict[str, int]]:

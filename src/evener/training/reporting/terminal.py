@@ -254,6 +254,7 @@ def summary_text(summary: RunSummary) -> str:
         lines += [f"  {_summed_text(summary)}"] if summary.allreduce else []
     unread = f"{summary.skipped:,} samples could not be read and count for nothing"
     further = (
+        summary.updates_of_server,
         summary.reading,
         _memory_text(summary) if summary.memory else "",
         unread if summary.skipped else "",
