@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from evener.strategies.asynchronous.ledger import Begun, Ledger, Over, Revoked
-
-Computed = Callable[[Begun], None]
 
 
 @dataclass
@@ -21,7 +18,7 @@ class VirtualWorkers:
         ahead: The number of ranges that a worker leases before it computes them.
         stalls: The probability that computing a range takes 30 times as long.
         deaths: The probability that a worker dies while it computes a range. One of them, worker 0, never does.
-        joins: The probability that a dead worker is back when another one pushes.
+        joins: The probability that dead workers are replaced when another one pushes.
     """
 
     ledger: Ledger
@@ -33,9 +30,8 @@ class VirtualWorkers:
     joins: float = 0.0
     now: float = 0.0
     died: int = 0
-    most_versions: int = 0
-    computed: Computed = lambda begun: None
-    merged: Callable[[], None] = lambda: None
+    wasted: int = 0
+    """Samples computed in vain before the last replacement."""
     held: dict[int, list[int]] = field(default_factory=dict)
 
     def run(self, most_events: int = 100_000) -> float:
@@ -65,13 +61,21 @@ class VirtualWorkers:
                 self.ledger.push(done, self.now)
                 while self.ledger.is_due():
                     self.ledger.merge()
-                    self.merged()
-                if dead and draw.random() < self.joins:
-                    self.ledger.join(dead[-1])
-                    heapq.heappush(events, (self.now, dead.pop(), None))
+                if dead and not self.ledger.is_over and draw.random() < self.joins:
+                    events = self._restarted()
+                    dead.clear()
+                    continue
             self._begin(worker, draw, events)
         assert self.ledger.is_over, f"nobody goes on at {self.now}: {self.ledger}"
         return self.now
+
+    def _restarted(self) -> list[tuple[float, int, int | None]]:
+        """All workers go on together from the last merge, as they do when a rank is replaced."""
+        old = self.ledger
+        self.wasted += old.wasted
+        self.ledger = Ledger(old.size, old.terms, range(len(self.rates)), old.speeds, old.merges)
+        self.held = {worker: [] for worker in range(len(self.rates))}
+        return [(self.now, worker, None) for worker in range(len(self.rates))]
 
     def _begin(self, worker: int, draw: random.Random, events: list[tuple[float, int, int | None]]) -> None:
         mine = self.held[worker]
@@ -87,7 +91,6 @@ class VirtualWorkers:
                 mine.pop(0)
             while len(mine) < self.ahead and (ahead := self.ledger.draw(worker)):
                 mine.append(ahead.number)
-            self.computed(answer)
             seconds = answer.lease.size * self.rates[worker] * draw.uniform(0.8, 1.2)
             if draw.random() < self.stalls:
                 seconds *= 30

@@ -1,1 +1,16 @@
-"""Asynchronous training."""
+"""Asynchronous training: ranks compute at their own pace, and a parameter server merges their gradients.
+
+======================  =========================================================================
+``strategies``          `Asynchronous`: its options, and what it refuses
+``stepper``             takes the steps of a section: this rank's worker, and the meeting at the end
+``ledger``              decides who computes which samples, and when gradients merge
+``recorded_ledger``     the same for a section that is repeated from its records
+``server``              holds the weights, and updates them
+``links``               the messages between workers and the server
+``buffers``             what passes have changed besides gradients
+``flat_parameters``     parameters in a few flat tensors
+``state``               gives all ranks the state of the server
+======================  =========================================================================
+
+Sections are read in :mod:`evener.data.sections`.
+"""

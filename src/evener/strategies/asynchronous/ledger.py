@@ -238,18 +238,15 @@ class Ledger:
         pending = sum(each.size for each in self._pending)
         return pending >= self.terms.buffer or 0 < pending == self.size - self.merged
 
-    def merge(self) -> tuple[Contribution, ...]:
-        """Makes the next version of the pending gradients, and returns these in the order in which they came."""
-        held = tuple(self._pending)
+    def merge(self) -> None:
+        """Makes the next version of the pending gradients, in the order in which they came."""
+        self._add(tuple(self._pending))
         self._pending.clear()
+
+    def _add(self, held: tuple[Contribution, ...]) -> None:
         self._merges.append(held)
         self.version += 1
         self.merged += sum(each.size for each in held)
-        return held
-
-    def join(self, worker: int) -> None:
-        """Adds a worker."""
-        self._workers[worker] = _Worker()
 
     def lose(self, worker: int) -> None:
         """Removes a worker that is gone. What it has leased and not pushed is free again."""

@@ -102,14 +102,14 @@ class RemoteLink(ServerLink):
         else:
             numbers = [_TRADE, number, pushed.number, pushed.terms, pushed.total]
             self._messages.send(numbers, pushed.row, pushed.gradients)
-        (status, counted, *lease), row, weights = self._messages.receive()
+        (status, *lease), row, weights = self._messages.receive()
         if status == _BEGUN:
-            return Reply(bool(counted), lease=self._lease(lease), row=row, weights=weights)
-        return Reply(bool(counted), revoked=status == _REVOKED)
+            return Reply(lease=self._lease(lease), row=row, weights=weights)
+        return Reply(revoked=status == _REVOKED)
 
     def draw(self) -> Lease | None:
         self._messages.send([_DRAW], None, None)
-        (status, _, *lease), _, _ = self._messages.receive()
+        (status, *lease), _, _ = self._messages.receive()
         return self._lease(lease) if status == _BEGUN else None
 
     def _lease(self, numbers: list[float]) -> Lease:
@@ -155,14 +155,14 @@ class Serving:
         (kind, begin, number, terms, total, *_), row, gradients = messages.receive()
         if kind == _DRAW:
             drawn = self._server.draw(worker)
-            messages.send([_OVER if drawn is None else _BEGUN, 0.0, *_numbers(drawn)], None, None)
+            messages.send([_OVER if drawn is None else _BEGUN, *_numbers(drawn)], None, None)
             return True
         pushed = None if number == _NONE else Pushed(int(number), terms, total, row, gradients)
         reply = self._server.trade(worker, pushed, None if begin == _NONE else int(begin))
         if reply.lease is not None:
-            messages.send([_BEGUN, float(reply.counted), *_numbers(reply.lease)], reply.row, reply.weights)
+            messages.send([_BEGUN, *_numbers(reply.lease)], reply.row, reply.weights)
             return True
-        messages.send([_REVOKED if reply.revoked else _OVER, float(reply.counted)], None, None)
+        messages.send([_REVOKED if reply.revoked else _OVER], None, None)
         return reply.revoked
 
 

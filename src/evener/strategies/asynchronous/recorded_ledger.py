@@ -12,7 +12,6 @@ from evener.errors import DataError
 from evener.strategies.asynchronous.ledger import (
     Answer,
     Begun,
-    Contribution,
     Lease,
     Ledger,
     Merges,
@@ -63,12 +62,8 @@ class RecordedLedger(Ledger):
             self._next == len(self._order) or self._order[self._next][0] > self.version
         )
 
-    def merge(self) -> tuple[Contribution, ...]:
-        held = self._recorded[self.version]
-        self._merges.append(held)
-        self.version += 1
-        self.merged += sum(each.size for each in held)
-        return held
+    def merge(self) -> None:
+        self._add(self._recorded[self.version])
 
     def needs(self, version: int) -> bool:
         return any(each.version == version for _, each in self._order[self._next :])

@@ -68,8 +68,6 @@ class Reply:
     The section is over if there is no lease, unless ``revoked``: then the worker asks again.
     """
 
-    counted: bool = False
-    """True if the gradients that came with the request count."""
     revoked: bool = False
     lease: Lease | None = None
     row: Tensor | None = None
@@ -185,16 +183,17 @@ class ParameterServer:
         """
         limit = time.monotonic() + self._learner.session.timeout_seconds
         with self._changed:
-            counted = pushed is not None and self._take(pushed)
+            if pushed is not None:
+                self._take(pushed)
             while True:
                 answer = self._ledger.begin(worker, begin, time.monotonic())
                 if self._stopped or isinstance(answer, Over):
-                    return Reply(counted)
+                    return Reply()
                 if isinstance(answer, Revoked):
-                    return Reply(counted, revoked=True)
+                    return Reply(revoked=True)
                 if isinstance(answer, Begun):
                     row, weights = self._versions.get(answer.version) or self._version()
-                    return Reply(counted, lease=answer.lease, row=row, weights=weights)
+                    return Reply(lease=answer.lease, row=row, weights=weights)
                 if time.monotonic() > limit:
                     raise RankTimeoutError(f"rank {worker} waits for samples that {self._ledger.holders()}")
                 self._changed.wait(_POLL_SECONDS)
@@ -210,19 +209,20 @@ class ParameterServer:
             self._ledger.lose(worker)
             self._changed.notify_all()
 
-    def stop(self, error: Exception | None = None) -> None:
+    def stop(self) -> None:
         """Ends the section before all samples have merged."""
         with self._changed:
-            self._stopped, self.error = True, self.error or error
+            self._stopped = True
             self._changed.notify_all()
 
     # Merging
 
     @torch.no_grad()
-    def _take(self, pushed: Pushed) -> bool:
+    def _take(self, pushed: Pushed) -> None:
+        """Adds gradients to those of the next merge, if they count."""
         size = self._ledger.size_of(pushed.number)
         if not self._ledger.push(pushed.number, time.monotonic()):
-            return False
+            return
         for total, flat in zip(self._sums, pushed.gradients, strict=True):
             total += flat.to(total.device)
         self._has_gradient += pushed.row[: len(self._parameters)]
@@ -237,7 +237,6 @@ class ParameterServer:
         except Exception as error:  # an error of the task's own optimizer, on whichever thread it came
             self._stopped, self.error = True, error
         self._changed.notify_all()
-        return True
 
     def _merge(self) -> None:
         """Makes the next version of the weights."""

@@ -26,7 +26,8 @@ def share_state(learner: Learner, group: dist.ProcessGroup, nbytes: int) -> None
     places = {parameter: place for place, parameter in enumerate(parameters)}
     is_source = learner.session.rank == 0
     scheduler = learner.stepper.scheduler
-    described = (*_described(optimizer, places), scheduler and scheduler.state_dict()) if is_source else None
+    schedule = None if scheduler is None else scheduler.state_dict()
+    described = (*_described(optimizer, places), schedule) if is_source else None
     states, options, schedule = learner.session.control.broadcast_object(described)
     if not is_source:
         made = {
@@ -43,8 +44,9 @@ def share_state(learner: Learner, group: dist.ProcessGroup, nbytes: int) -> None
         entries = optimizer.state[parameters[place]]
         tensors += [entries[key] for key, value in states[place].items() if isinstance(value, _Like)]
     broadcast_together([each for each in tensors if each.device == learner.session.device], group, 0, nbytes)
-    for value in [each for each in tensors if each.device != learner.session.device]:
-        value.copy_(learner.session.control.broadcast_object(value if is_source else None))
+    elsewhere = [each for each in tensors if each.device != learner.session.device]
+    for value, given in zip(elsewhere, learner.session.control.broadcast_object(elsewhere), strict=True):
+        value.copy_(given)
 
 
 class _Like:
