@@ -34,9 +34,17 @@ HELD = 16 * 1024
 """Bytes of a message that a thread of gloo may hold a little longer, which are something to the models here."""
 
 
-def counted(tasks: list[Task], configs: list[RunConfig]) -> list[RankMemory]:
+def counted(tasks: list[Task], configs: list[RunConfig], times: int = 1) -> list[RankMemory]:
+    """What each run takes, or the least of ``times`` such runs.
+
+    A thread of gloo that is not scheduled after its message is through holds the message longer, up to the
+    whole step; this only adds.
+    """
     with Session(device="cpu") as session:
-        return [measure_memory(task, config, session) for task, config in zip(tasks, configs, strict=True)]
+        return [
+            min((measure_memory(task, config, session) for _ in range(times)), key=lambda found: found.peak)
+            for task, config in zip(tasks, configs, strict=True)
+        ]
 
 
 def counted_alone(task: Task, config: RunConfig) -> RankMemory:
@@ -105,7 +113,7 @@ DIVIDED: list[dict[str, Any]] = [
 )
 def test_estimates_of_strategies(ranks: Callable[[int], Any], settings: list[dict[str, Any]]) -> None:
     configs = [RunConfig(device="cpu", processes=2, **each) for each in settings]
-    found = ranks(2).run(counted, [small()] * len(configs), configs)
+    found = ranks(2).run(counted, [small()] * len(configs), configs, times=3)
     for number, config in enumerate(configs):
         estimate = evener.estimate_memory(small(), config)
         for rank in range(2):
