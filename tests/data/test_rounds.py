@@ -21,9 +21,7 @@ def plans(
 ) -> list[RoundPlan]:
     """The plan of each rank."""
     return [
-        Rounds(replicas, sync_every, batch_size, carried_by(rank, ranks, replicas), ranks, **options).plan(
-            shares, done
-        )
+        Rounds(replicas, sync_every, batch_size, rank, ranks, **options).plan(shares, done)
         for rank in range(ranks)
     ]
 

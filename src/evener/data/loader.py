@@ -109,7 +109,7 @@ class Loader(Iterator[Batch]):
         device = torch.device(device)
         self._batches: Batches | _Rounds | SectionBatches
         if rounds is not None:
-            batch_size, world_size = rounds.size, rounds.replicas
+            batch_size, world_size = rounds.size, rounds.parts
         shares = shares or equal_shares(world_size)
         if isinstance(rounds, Rounds):
             cut: BatchPlanner = RoundPlanner(batch_size, shares, 0, world_size, rounds=rounds)

@@ -10,8 +10,9 @@ share takes more steps, and all of them are through at the same time::
     replica 1        4 |     4       2 local steps
                        └ fragment 0  └ fragment 1 merges
 
-A rank may carry several replicas. Between two merges it takes the local steps of one after the other. The plan of a
-round depends on the shares, and not on which rank carries what, so the training does not either.
+A rank may carry several replicas. Between two merges it takes the local steps of one after the other. Or several ranks
+form the *team* of a replica, and each computes a part of its local batches. The plan of a round depends on the shares
+of the replicas, and not on which rank computes what, so the training does not either.
 
 In a round of warm-up, all replicas take each batch together, as one step of data parallelism.
 """
@@ -23,11 +24,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 from evener.data.batch import Batch
 from evener.data.batch_plan import BatchPlanner
 from evener.data.division import by_weights, divide
 from evener.data.sampler import Ids
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class LocalBatch:
 
     replica: int
     passes: tuple[range, ...]
-    """The positions of each forward and backward pass. Empty if the replica has no samples in a step of warm-up."""
+    """The positions of this rank in each forward and backward pass. An empty range is a placeholder, for a rank of a
+    team that has no sample in a pass. There are no passes if the replica has no samples in a step of warm-up."""
     batches: int
     """The number of the round's batches to which the replica has come after this step, for its learning rate."""
 
@@ -79,8 +84,7 @@ class Rounds:
     """The number of batches in a round."""
     batch_size: int
     """The number of samples in a batch, over all replicas."""
-    carried: range
-    """The replicas that this rank computes."""
+    rank: int = 0
     ranks: int = 1
     micro_batch: int | None = None
     """The number of samples in a pass, over all replicas. None means whole local batches."""
@@ -96,12 +100,43 @@ class Rounds:
         """The number of samples in a round."""
         return self.sync_every * self.batch_size
 
+    @property
+    def team(self) -> int:
+        """The number of ranks that compute a replica."""
+        return max(1, self.ranks // self.replicas)
+
+    @property
+    def parts(self) -> int:
+        """The number of shares of a round: one for each replica, or for each rank if a replica has several."""
+        return self.replicas * self.team
+
+    @property
+    def meets(self) -> bool:
+        """True if all ranks compute one replica together."""
+        return self.replicas == 1
+
+    @property
+    def carried(self) -> range:
+        """The replicas that this rank computes, alone or with its team."""
+        return carried_by(self.rank // self.team, self.ranks // self.team, self.replicas)
+
+    @property
+    def leads(self) -> bool:
+        """True if this rank is the first of its team, or alone."""
+        return self.rank % self.team == 0
+
+    def part_of(self, replica: int) -> int:
+        """Returns the place among the shares of what this rank computes of a replica."""
+        return replica * self.team + self.rank % self.team
+
     def count(self, batches: int | None) -> int | None:
         """Returns the number of rounds that ``batches`` batches take."""
         return None if batches is None else -(-batches // self.sync_every)
 
     def of_ranks(self, shares: Sequence[int]) -> tuple[int, ...]:
-        """Returns the sum of the replicas' ``shares`` for each rank."""
+        """Returns the sum of ``shares`` for each rank."""
+        if self.team > 1:
+            return tuple(shares)
         parts = [carried_by(rank, self.ranks, self.replicas) for rank in range(self.ranks)]
         return tuple(sum(shares[part.start : part.stop]) for part in parts)
 
@@ -109,17 +144,28 @@ class Rounds:
         """Returns the plan of a round.
 
         Args:
-            shares: The number of samples of each replica.
+            shares: The number of samples of each part.
             done: The number of samples that the training has had before the round.
         """
         size = sum(shares)
         return _plan(self, shares, min(size, max(0, self.warmup_steps * self.batch_size - done)))
 
-    def in_passes(self, samples: range) -> tuple[range, ...]:
-        """Cuts the samples of a local batch into passes of a replica's part of the micro-batch, as one device does."""
-        most = len(samples) or 1 if self.micro_batch is None else max(1, self.micro_batch // self.replicas)
-        starts = range(samples.start, samples.stop, most)
-        return tuple(range(start, min(start + most, samples.stop)) for start in starts)
+    def of_team(self, parts: Sequence[T], replica: int) -> Sequence[T]:
+        """Selects from ``parts`` (one for each part) those of the ranks that compute a replica."""
+        return parts[replica * self.team : (replica + 1) * self.team]
+
+    def local_batch(self, replica: int, start: int, shares: Sequence[int], batches: int) -> LocalBatch:
+        """Returns a local batch, cut into passes of a replica's part of the micro-batch, as one device does.
+
+        Args:
+            start: Its first position.
+            shares: The number of samples of each rank of the team.
+            batches: As in `LocalBatch`.
+        """
+        most = None if self.micro_batch is None else max(1, self.micro_batch // self.replicas)
+        rows = divide(sum(shares), shares, most) if any(shares) else ()
+        mine = [row[self.rank % self.team] or row[0][:0] for row in rows]
+        return LocalBatch(replica, tuple(range(start + own.start, start + own.stop) for own in mine), batches)
 
 
 def carried_by(rank: int, ranks: int, replicas: int) -> range:
@@ -134,30 +180,46 @@ def _plan(rounds: Rounds, shares: tuple[int, ...], warm: int) -> RoundPlan:
     batches, warm_batches = -(-size // rounds.batch_size), -(-warm // rounds.batch_size)
     rows = divide(size, shares, rounds.batch_size)[:warm_batches] if warm else ()
     together = tuple(
-        tuple(LocalBatch(replica, rounds.in_passes(row[replica]), step + 1) for replica in rounds.carried)
+        tuple(
+            rounds.local_batch(replica, own[0].start, [len(each) for each in own], step + 1)
+            for replica in rounds.carried
+            if (own := rounds.of_team(row, replica))
+        )
         for step, row in enumerate(rows)
     )
-    left = [share - sum(len(row[replica]) for row in rows) for replica, share in enumerate(shares)]
-    edges = list(accumulate(left, initial=min(size, warm_batches * rounds.batch_size)))
+    left = [share - sum(len(row[part]) for row in rows) for part, share in enumerate(shares)]
+    of_teams = [list(rounds.of_team(left, replica)) for replica in range(rounds.replicas)]
+    edges = list(accumulate(map(sum, of_teams), initial=min(size, warm_batches * rounds.batch_size)))
     local = {
-        replica: _local(rounds, replica, range(edges[replica], edges[replica + 1]), warm_batches, batches)
+        replica: _local(rounds, replica, edges[replica], of_teams[replica], warm_batches, batches)
         for replica in rounds.carried
     }
     return RoundPlan(batches, together, tuple(_segments(rounds, local, batches - warm_batches)))
 
 
-def _local(rounds: Rounds, replica: int, samples: range, before: int, batches: int) -> list[LocalBatch]:
-    """Returns the local steps of a replica: as many as make local batches of the usual size."""
-    if not samples:
+def _local(
+    rounds: Rounds, replica: int, start: int, left: list[int], before: int, batches: int
+) -> list[LocalBatch]:
+    """Returns the local steps of a replica: as many as make local batches of the usual size.
+
+    Args:
+        start: Its first position.
+        left: The number of samples of each rank of its team.
+        before: The number of batches of warm-up.
+    """
+    whole = sum(left)
+    if not whole:
         return []
     usual = max(1.0, rounds.batch_size / rounds.replicas)
     rounded = math.ceil if rounds.replicas == 1 else round  # one replica takes the batches of one device
-    steps = 1 if batches - before == 1 else max(1, rounded(len(samples) / usual))
-    edges = [*(samples.start + int(step * usual) for step in range(steps)), samples.stop]
-    return [
-        LocalBatch(replica, rounds.in_passes(part), before + (batches - before) * (step + 1) // steps)
-        for step, part in enumerate(range(start, stop) for start, stop in pairwise(edges))
-    ]
+    steps = 1 if batches - before == 1 else max(1, rounded(whole / usual))
+    found = []
+    for step, (first, last) in enumerate(pairwise([*(int(step * usual) for step in range(steps)), whole])):
+        shares = by_weights(last - first, left)
+        left = [have - taken for have, taken in zip(left, shares, strict=True)]
+        at = before + (batches - before) * (step + 1) // steps
+        found.append(rounds.local_batch(replica, start + first, shares, at))
+    return found
 
 
 def _segments(rounds: Rounds, local: dict[int, list[LocalBatch]], batches: int) -> Iterator[RoundSegment]:
@@ -189,7 +251,11 @@ class RoundPlanner(BatchPlanner):
 
     def reads(self, ids: Ids, shares: tuple[int, ...], done: int) -> list[tuple[Ids, int]]:
         assert self.rounds is not None
-        return [(ids[each.start : each.stop], 1) for each in self.rounds.plan(shares, done).passes]
+        passes = self.rounds.plan(shares, done).passes
+        return [
+            (ids[each.start : each.stop], 1) if each else (ids[each.start : each.start + 1], 0)
+            for each in passes
+        ]
 
 
 @dataclass(frozen=True)
@@ -201,7 +267,7 @@ class RoundBatch(Batch):
     done: int = 0
     """The number of samples that the training has had before the round."""
     of_ranks: tuple[int, ...] = ()
-    """The number of samples of each rank. ``shares`` has those of each replica."""
+    """The number of samples of each rank. ``shares`` has those of each part (`Rounds.parts`)."""
 
     def without_samples(self) -> Batch:
         """Returns the batch without its samples, with the shares of the ranks."""

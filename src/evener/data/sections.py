@@ -39,9 +39,14 @@ class Sections:
         return self.batches * self.batch_size
 
     @property
-    def replicas(self) -> int:
-        """The number of parts into which the records divide a section: the ranks."""
+    def parts(self) -> int:
+        """The number of shares of a section: one for each rank."""
         return self.ranks
+
+    @property
+    def meets(self) -> bool:
+        """True if no other rank computes at its own pace."""
+        return self.ranks == 1
 
     def count(self, batches: int | None) -> int | None:
         """Returns the number of sections that ``batches`` batches take."""

@@ -185,7 +185,7 @@ class Learner:
     @cached_property
     def data_group(self) -> ProcessGroup | None:
         """The group of the ranks that compute the parts of a batch; see :mod:`evener.strategies.data_group`."""
-        meets = self.rounds is None or self.rounds.replicas == 1
+        meets = self.rounds is None or self.rounds.meets
         return group_of_passes(self.mesh, self.session, "" if meets else self.name)
 
     # The update

@@ -73,11 +73,15 @@ class Reducer(Synchronizer):
         return set.intersection(*(said[rank][0] for rank in learner.mesh.ranks(*DIVIDING_TERMS)))
 
 
-def all_reduce_of(learner: Learner, group: dist.ProcessGroup) -> AllReduce:
-    """Returns the all-reduce of the learner's settings, over the ranks of ``group``."""
+def all_reduce_of(learner: Learner, group: dist.ProcessGroup, *, compresses: bool = True) -> AllReduce:
+    """Returns the all-reduce of the learner's settings, over the ranks of ``group``.
+
+    Args:
+        compresses: False to send everything as it is, whatever the settings say.
+    """
     settings, session = learner.settings, learner.session
     seconds, inside = session.timeout_seconds, session.inner_backend
-    return make(settings.all_reduce, group, seconds, settings.compression, inside)
+    return make(settings.all_reduce, group, seconds, settings.compression if compresses else None, inside)
 
 
 def is_apart(parameter: nn.Parameter) -> bool:

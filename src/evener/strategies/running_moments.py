@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evener.nn.context import current
 from evener.torch_internals.modules import AnyBatchNorm, own_buffers
 
 HeldBuffers = list[tuple[dict[str, Tensor | None], str, Tensor]]
@@ -52,8 +53,9 @@ class NormalizedElements:
 
     def _count(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if module.training and inputs and isinstance(inputs[0], Tensor) and inputs[0].ndim > 1:
-            counted = self.counts.setdefault(module, [0, 0])
-            counted[0] += inputs[0].numel() // inputs[0].shape[1]
+            counted, scope = self.counts.setdefault(module, [0, 0]), current()
+            if scope is None or scope.weight:  # else it is a placeholder
+                counted[0] += inputs[0].numel() // inputs[0].shape[1]
             counted[1] += 1
 
 
@@ -73,7 +75,7 @@ class RunningMoments:
         return [place for place in (self.mean, self.variance, self.count) if place is not None]
 
     def summand(
-        self, now: Sequence[Tensor], batches: float, samples: int, counted: Sequence[int], like: Tensor
+        self, now: Sequence[Tensor], batches: float, samples: int, counted: Sequence[float], like: Tensor
     ) -> Tensor:
         """Returns what a part adds to the sum over all parts, in one row: elements, batches, means, squares.
 

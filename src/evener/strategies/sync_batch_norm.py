@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -21,14 +22,18 @@ from evener.torch_internals.modules import AnyBatchNorm
 _peers: WeakKeyDictionary[Mesh, Peers] = WeakKeyDictionary()
 
 
-def normalize_together(model: nn.Module, mesh: Mesh) -> nn.Module:
+def normalize_together(model: nn.Module, mesh: Mesh, axes: Sequence[str] = DIVIDING_TERMS) -> nn.Module:
     """Makes the model's BatchNorm modules exact, except those that are set to be local. All ranks must call this
-    together."""
-    group = mesh.group(*DIVIDING_TERMS)  # may consist of a single rank
+    together.
+
+    Args:
+        axes: The axes of the ranks that normalize together.
+    """
+    group = mesh.group(*axes)  # may consist of a single rank
     if group is None or group.size() == 1 or not any(map(_is_meant, model.modules())):
         return model
     if mesh not in _peers:  # several strategies over one mesh call this in turn
-        _peers[mesh] = _meet(mesh)
+        _peers[mesh] = _meet(mesh, axes)
     return exact_batch_norm(model, _peers[mesh])
 
 
@@ -36,11 +41,11 @@ def _is_meant(module: nn.Module) -> bool:
     return isinstance(module, AnyBatchNorm) and getattr(module, "is_exact", True)
 
 
-def _meet(mesh: Mesh) -> Peers:
-    """Returns the ranks that divide a batch, connected through shared memory if they are CPU ranks of one host. All
+def _meet(mesh: Mesh, axes: Sequence[str]) -> Peers:
+    """Returns the ranks along ``axes``, connected through shared memory if they are CPU ranks of one host. All
     ranks must call this together."""
     # A separate group, so that its messages in backward cannot mix with gradient buckets.
-    group = mesh.group(*DIVIDING_TERMS, use="normalization")
+    group = mesh.group(*axes, use="normalization")
     assert group is not None
     # With mixed devices, gloo connects CPU ranks, which can share memory, with GPU ranks, which cannot.
     if dist.get_backend(group) != "gloo" or not all(all_gather(mesh.device_type == "cpu", group)):
@@ -81,7 +86,7 @@ def normalize_apart(model: nn.Module, learner: Learner, one_process: bool) -> No
 
 def words_of_normalization(learner: Learner) -> str:
     """Returns a text for the record that tells how BatchNorm normalizes if it is not exact. Returns "" otherwise."""
-    if learner.rounds is not None and learner.rounds.replicas > 1:
+    if learner.rounds is not None and not learner.rounds.meets:
         if not any(isinstance(module, AnyBatchNorm) for module in learner.model.modules()):
             return ""
         each = "rank's" if isinstance(learner.rounds, Sections) else "replica's"

@@ -145,12 +145,40 @@ def test_the_same_replicas_on_other_ranks_are_the_same_training(ranks: Any, way:
     assert losses == pytest.approx(elsewhere, rel=1e-7)
 
 
-@pytest.mark.parametrize("way", ["fragments", "shares"])
+TEAMS: dict[str, dict[str, Any]] = {
+    "plain": {"strategy": DiLoCo(sync_every=4, replicas=2)},
+    "fragments": {
+        "strategy": DiLoCo(
+            sync_every=6, replicas=2, num_fragments=3, fragment_sync_delay=1, fragment_update_alpha=0.3
+        )
+    },
+    "warm-up": {"strategy": LocalSgd(sync_every=4, replicas=2, warmup_steps=6)},
+    "shares": {"strategy": DiLoCo(sync_every=4, replicas=2), "steps": 8},
+    "passes": {"strategy": DiLoCo(sync_every=3, replicas=2), "micro_batch": 5, "clip_norm": 0.1},
+    "one": {"strategy": DiLoCo(sync_every=3, replicas=1)},
+}
+SHARES = {"shares": ("3,1", "5,1,0,2"), "one": (None, "3,1,0,4")}
+"""Shares of two replicas, and of ranks that compute them in pairs."""
+
+
+@pytest.mark.parametrize("way", TEAMS)
+def test_ranks_that_compute_a_replica_together_are_the_same_training(ranks: Any, way: str) -> None:
+    of_replicas, of_ranks = SHARES.get(way, ("1,1", "3,1,0,4"))
+    alone, losses = trained(everything, TEAMS[way] | {"balance": of_replicas})
+    for found, elsewhere in ranks(4).run(trained, everything, TEAMS[way] | {"balance": of_ranks}):
+        assert worst(alone, found) < 1e-7
+        assert losses == pytest.approx(elsewhere, rel=1e-7)
+
+
+@pytest.mark.parametrize("way", ["fragments", "shares", "teams"])
 def test_other_ranks_go_on_from_a_checkpoint(ranks: Any, way: str) -> None:
-    whole = on(ranks, 1, everything, **WAYS[way])
-    rounds = 4 if way == "fragments" else 8
-    places = [(size, WAYS[way] | {"epochs": 2, "steps": None}) for size in (2, 1, 3)]
-    sync_every = WAYS[way]["strategy"].sync_every
+    settings, sizes = (TEAMS["fragments"], (4, 1, 2)) if way == "teams" else (WAYS[way], (2, 1, 3))
+    whole = on(ranks, 1, everything, **settings)
+    rounds = 8 if way == "shares" else 4
+    equal = {"balance": "1,1"} if way == "teams" else {}
+    balances = {4: {"balance": "3,1,0,4"}}
+    places = [(size, {"epochs": 2} | settings | balances.get(size, equal)) for size in sizes]
+    sync_every = settings["strategy"].sync_every
     legs = [2 * sync_every, 3 * sync_every, rounds * sync_every]
     states = handed_on(ranks, everything, places, legs)
     assert all(worst(whole, _named(state, whole)) < 1e-7 for state in states)

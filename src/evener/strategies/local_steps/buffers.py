@@ -2,7 +2,7 @@
 
 The running moments of BatchNorm merge as those of all samples together (:mod:`evener.strategies.running_moments`). Of
 other buffers that a pass has changed, floating-point ones get the mean by samples, and those of other types the value
-of the first replica that had samples.
+of the first part that had samples.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evener.data.rounds import Rounds
 from evener.hardware.timers import waiting
 from evener.strategies.learner import Learner
 from evener.strategies.local_steps.merge import widest
@@ -24,11 +25,20 @@ class BufferMerge:
     """Merges buffers over all replicas. All ranks must call its methods together.
 
     Args:
-        group: The ranks that carry other replicas. None if this rank carries all.
+        group: All ranks. None if this one is alone.
+        team: The ranks that compute a replica together. None if each computes its replicas alone.
     """
 
-    def __init__(self, learner: Learner, replicas: ReplicaSet, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        learner: Learner,
+        replicas: ReplicaSet,
+        group: dist.ProcessGroup | None,
+        team: dist.ProcessGroup | None,
+        rounds: Rounds,
+    ) -> None:
         self._model, self._replicas, self._group = learner.model, replicas, group
+        self._team, self._rounds = team, rounds
         self._like = torch.empty(0, dtype=widest(learner.session.device), device=learner.session.device)
         self._before: list[Tensor] = []
 
@@ -41,7 +51,7 @@ class BufferMerge:
         """Gives the model the merged buffers.
 
         Args:
-            shares: The number of samples of each replica in the round.
+            shares: The number of samples of each part in the round.
         """
         if not self._before:
             return
@@ -57,7 +67,7 @@ class BufferMerge:
         samples, first = sum(shares), next(at for at, share in enumerate(shares) if share)
         sums = self._summed(
             [
-                *(self._norm(each, of_all) for each in moments),
+                *(self._norm(each, of_all, shares) for each in moments),
                 *(self._other(place, of_all, first) for place in others),
             ]
         )
@@ -80,22 +90,34 @@ class BufferMerge:
                 dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._group)
         return [place for place, is_changed in zip(places, agreed.tolist(), strict=True) if is_changed]
 
-    def _norm(self, moments: RunningMoments, of_all: OfAll) -> Tensor:
-        """Returns this rank's sum for one BatchNorm."""
+    def _norm(self, moments: RunningMoments, of_all: OfAll, shares: Sequence[int]) -> Tensor:
+        """Returns this rank's sum for one BatchNorm. One that normalizes over a team is alike on its ranks, and
+        counts on the first of them."""
         at, rows = moments.count, []
+        together = self._team is not None and getattr(moments.module, "is_exact", False)
         for replica, buffers in of_all:
             batches = 0.0 if at is None else float(buffers[at] - self._before[at])
-            counted = replica.normalized.get(moments.module, (0, 0))
-            rows.append(moments.summand(buffers, batches, replica.samples, counted, self._like))
+            counted: Sequence[float] = replica.normalized.get(moments.module, (0, 0))
+            samples = replica.samples
+            if together:
+                elements = self._like.new_tensor(counted[:1])
+                with waiting():
+                    dist.all_reduce(elements, group=self._team)
+                counted, samples = (
+                    (elements.item(), counted[1]),
+                    sum(self._rounds.of_team(shares, replica.index)),
+                )
+            row = moments.summand(buffers, batches, samples, counted, self._like)
+            rows.append(row if self._rounds.leads or not together else torch.zeros_like(row))
         return torch.stack(rows).sum(dim=0)
 
     def _other(self, place: int, of_all: OfAll, first: int) -> Tensor:
-        """Returns this rank's sum for another buffer: of all values by samples, or the value of the first replica."""
+        """Returns this rank's sum for another buffer: of all values by samples, or the value of the first part."""
         like = as_real(self._before[place])
         total = self._like.new_zeros(like.numel())
         is_mean = like.is_floating_point()
         for replica, buffers in of_all:
-            weight = replica.samples if is_mean else int(replica.index == first)
+            weight = replica.samples if is_mean else int(self._rounds.part_of(replica.index) == first)
             if weight:
                 total += weight * as_real(buffers[place]).to(total.device, total.dtype).flatten()
         return total

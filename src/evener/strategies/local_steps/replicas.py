@@ -69,6 +69,7 @@ class ReplicaSet(StoredReplicas):
     ) -> None:
         self.words = words
         self._learner, self._keeps_own, self._outer = learner, keeps_own, outer
+        self._leads = rounds.leads
         self._fragments = fragments
         self.parameters = [p for fragment in fragments for p in fragment]
         self.merged: dict[nn.Parameter, Tensor] = {}
@@ -225,7 +226,9 @@ class ReplicaSet(StoredReplicas):
             for fragment, sent in zip(self._fragments, replica.sent, strict=True):
                 for parameter in fragment if self._keeps_own else ():
                     of_name = state.setdefault(self._learner.names[parameter], {})
-                    of_name[f"replica.{replica.index}.terms"] = _as_tensor(replica.terms - sent, "replica")
+                    if self._leads:
+                        terms = _as_tensor(replica.terms - sent, "replica")
+                        of_name[f"replica.{replica.index}.terms"] = terms
                     if replica.weights is not None:
                         own_weights = replica.weights[self._positions[parameter]]
                         of_name[f"replica.{replica.index}.weights"] = own_weights
@@ -282,7 +285,7 @@ class ReplicaSet(StoredReplicas):
         if all(value is not None for value in weights):
             pairs = zip(weights, self.parameters, strict=True)
             replica.weights = [value.to(p.device, p.dtype, copy=True) for value, p in pairs]
-        terms = [entry(fragment[0], "terms") for fragment in self._fragments]
+        terms = [entry(fragment[0], "terms") if self._leads else None for fragment in self._fragments]
         replica.sent = [0.0 if value is None else -float(value) for value in terms]
 
 

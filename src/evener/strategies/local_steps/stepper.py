@@ -5,6 +5,7 @@
     begin    every replica starts from the merged weights
     warm-up  all replicas take a batch together: gradients are summed over them, as by data parallelism
     segment  local steps of one replica after the other ─ send the fragments whose time has come ─ merge others
+             (or, if several ranks compute a replica, steps of data parallelism over these ranks)
     end      buffers merge; the model holds the merged weights
 """
 
@@ -13,12 +14,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 
 import torch
 import torch.distributed as dist
 
+from evener.collectives.base import AllReduce
 from evener.components import gradients
 from evener.core.losses import Loss
 from evener.data.batch import Batch, MicroBatch
@@ -59,15 +61,17 @@ class LocalSteps(Plain):
     ) -> None:
         super().__init__(learner)
         self._rounds, self._fragments = rounds, fragments
-        self._group: dist.ProcessGroup | None = learner.mesh.group("data")
-        self._all_reduce = None if self._group is None else all_reduce_of(learner, self._group)
+        self._group: dist.ProcessGroup | None = learner.mesh.group("data", "shard")
+        all_reduce = None if self._group is None else all_reduce_of(learner, self._group)
         keeps_own = len(fragments) > 1 or alpha > 0
         self.replicas = ReplicaSet(learner, rounds, keeps_own, outer, fragments, words)
         unit = float(rounds.size)
-        self.merge = Merge(learner, self.replicas, outer, self._group, self._all_reduce, unit, alpha)
-        self._buffers = BufferMerge(learner, self.replicas, self._group)
+        self.merge = Merge(learner, self.replicas, outer, self._group, all_reduce, unit, alpha)
+        team = learner.mesh.group("shard")
+        self._buffers = BufferMerge(learner, self.replicas, self._group, team, rounds)
+        self._in_team = None if team is None else SumOverRanks(learner, team)
+        self._over_all = SumOverRanks(learner, self._group)
         self._loss: Loss = learner.task.exact_loss()
-        self._sparse = gradients.sparse_weights(learner.model)
         self.outer = outer
         self._input_seconds = 0.0
         self._soundness: list[Readout] = []
@@ -85,7 +89,7 @@ class LocalSteps(Plain):
             self._buffers.begin()
             replicas.begin(self.scheduler)
             for together in plan.together:
-                totals += self._together(together, passes, step)
+                totals += self._together(together, passes, step, self._over_all)
             if plan.together:
                 self._keep_warm()
             for segment in plan.segments:
@@ -102,7 +106,7 @@ class LocalSteps(Plain):
             learner.work_timer.work_done()
             self._buffers.merge(batch.shares)
             replicas.end()
-            terms = self._over_ranks([sum(each.terms for each in replicas.all) - sum(before)])[0]
+            terms = self._over_all.numbers([sum(each.terms for each in replicas.all) - sum(before)])[0]
         return StepOutcome(
             totals=tuple(totals),
             missing=(),
@@ -116,6 +120,8 @@ class LocalSteps(Plain):
 
     def _local(self, local: LocalBatch, passes: Iterator[Batch], step: int) -> list[Readout]:
         """Takes one step of one replica."""
+        if self._in_team is not None:
+            return self._together([local], passes, step, self._in_team)
         replica = self.replicas.enter(local.replica)
         micro_batches, terms = self._next(passes, len(local.passes))
         totals = self._backward(micro_batches, terms, step)
@@ -144,30 +150,32 @@ class LocalSteps(Plain):
                 "that gave it has ended; take each step within that loop, once"
             )
         self._input_seconds += time.perf_counter() - began
-        counts = [read(self._loss.count((each.on_host or each).micro_batches[0].targets)) for each in found]
+        counted = [(each.on_host or each).micro_batches[0] for each in found]
+        counts = [read(self._loss.count(micro.targets)) for micro in counted if micro.weight]
         return [each.micro_batches[0] for each in found], sum(count.value() for count in counts)
 
-    # Warm-up
+    def _together(
+        self, local: Iterable[LocalBatch], passes: Iterator[Batch], step: int, over: SumOverRanks
+    ) -> list[Readout]:
+        """Takes one step as data parallelism does: each replica updates with the gradient of the whole batch.
 
-    def _together(self, local: Iterable[LocalBatch], passes: Iterator[Batch], step: int) -> list[Readout]:
-        """Takes one step of all replicas together: each updates with the gradient of the whole batch."""
+        Args:
+            local: The batches of this rank.
+            over: The ranks that have the others.
+        """
         learner, totals = self._learner, list[Readout]()
         read_ahead = [(each, *self._next(passes, len(each.passes))) for each in local]
-        terms = self._over_ranks([sum(terms for _, _, terms in read_ahead)])[0]
+        terms = over.numbers([sum(terms for _, _, terms in read_ahead)])[0]
         for each, micro_batches, own in read_ahead:
             replica = self.replicas.enter(each.replica)
             totals += self._backward(micro_batches, terms, step)
+            if over is self._in_team:  # what a replica weighs in a merge counts once for its team
+                own = terms if self._rounds.leads else 0.0
             replica.terms += own
             replica.samples += sum(map(len, each.passes))
         self._soundness += learner.synchronizer.soundness()
         learner.work_timer.work_done()
-        trained = [p for p in learner.names if p.requires_grad]
-        used = self._over_ranks([float(p.grad is not None) for p in trained])
-        summed = [p for p, times in zip(trained, used, strict=True) if times]
-        if self._all_reduce is not None:
-            nbytes = learner.settings.bucket_nbytes
-            sum_in_buckets(summed, self._sparse, nbytes, self._all_reduce)
-        found = [(p, p.grad) for p in summed]
+        found = [(p, p.grad) for p in over.gradients()]
         for each, _, _ in read_ahead:
             replica = self.replicas.enter(each.replica)
             for parameter, gradient in found:
@@ -182,19 +190,55 @@ class LocalSteps(Plain):
         for replica in self.replicas.all:
             replica.sent = [replica.terms] * len(self._fragments)
 
-    def _over_ranks(self, numbers: list[float]) -> list[float]:
-        """Returns the sums of numbers over all ranks. All ranks must call this together."""
-        if self._group is None:
-            return numbers
-        device = self._learner.session.device
-        summed = torch.tensor(numbers, dtype=widest(device), device=device)
-        with waiting():
-            dist.all_reduce(summed, group=self._group)
-        return list(summed.tolist())
+    def close(self) -> None:
+        """Frees the resources of the all-reduces."""
+        for each in (self.merge, self._in_team, self._over_all):
+            if each is not None:
+                each.close()
 
     def elapsed(self, whole: Readout) -> Readout:
         seconds = self._input_seconds
         return DeferredValue(lambda: whole.value() - seconds)
+
+
+class SumOverRanks:
+    """Sums gradients after backward over ranks that compute a batch together.
+
+    Args:
+        group: The ranks. None if this one is alone. All ranks of it must call the methods together.
+    """
+
+    def __init__(self, learner: Learner, group: dist.ProcessGroup | None) -> None:
+        self._learner, self._group = learner, group
+        self._sparse = gradients.sparse_weights(learner.model)
+
+    @cached_property
+    def _all_reduce(self) -> AllReduce | None:
+        return None if self._group is None else all_reduce_of(self._learner, self._group, compresses=False)
+
+    def numbers(self, own: list[float]) -> list[float]:
+        """Returns the sums of numbers over the ranks."""
+        if self._group is None:
+            return own
+        device = self._learner.session.device
+        summed = torch.tensor(own, dtype=widest(device), device=device)
+        with waiting():
+            dist.all_reduce(summed, group=self._group)
+        return list(summed.tolist())
+
+    def gradients(self) -> list[torch.nn.Parameter]:
+        """Sums the gradients. Returns the parameters that have one on any rank."""
+        trained = [p for p in self._learner.names if p.requires_grad]
+        used = self.numbers([float(p.grad is not None) for p in trained])
+        summed = [p for p, times in zip(trained, used, strict=True) if times]
+        if self._all_reduce is not None:
+            sum_in_buckets(summed, self._sparse, self._learner.settings.bucket_nbytes, self._all_reduce)
+        return summed
+
+    def close(self) -> None:
+        """Frees the resources of the all-reduce."""
+        if self._all_reduce is not None:
+            self._all_reduce.close()
 
 
 class LocalSynchronizer(NoSync):
@@ -218,4 +262,4 @@ class LocalSynchronizer(NoSync):
 
     def close(self) -> None:
         if self.stepper is not None:
-            self.stepper.merge.close()
+            self.stepper.close()

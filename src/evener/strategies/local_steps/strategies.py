@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from evener.data.rounds import Rounds, carried_by
-from evener.distributed.mesh import Layout
+from evener.data.rounds import Rounds
+from evener.distributed.mesh import Layout, Mesh
 from evener.errors import ConfigurationError
 from evener.strategies.base import Strategy
 from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.local_steps.stepper import LocalSteps, LocalSynchronizer
+from evener.strategies.sync_batch_norm import normalize_together
 from evener.strategies.synchronizer import Synchronizer
 
 
@@ -22,8 +24,8 @@ from evener.strategies.synchronizer import Synchronizer
 class LocalSgd(Strategy):
     """Local SGD: every replica takes steps of its own, and the weights merge every ``sync_every`` batches.
 
-    The replicas are part of the training, and the ranks are not: the same number of replicas trains the same on any
-    number of ranks up to it.
+    The replicas are part of the training, and the ranks are not. With fewer ranks than replicas, a rank carries
+    several. With more, several ranks compute each step of a replica together, as by data parallelism.
     """
 
     sync_every: int = 100
@@ -40,6 +42,9 @@ class LocalSgd(Strategy):
     """The part of a replica's own weights that stays in a merge: 0 takes the merged ones."""
 
     serves_one_rank: ClassVar[bool] = True
+    apart: ClassVar[Mapping[str, str]] = {
+        "shard": "ranks that compute a replica together need no mesh, only replicas=N with fewer replicas than ranks"
+    }
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -88,13 +93,19 @@ class LocalSgd(Strategy):
         return replace(self, replicas=self.replicas or processes)
 
     def layout(self, world_size: int, settings: StrategySettings) -> Layout:
-        if self.replicas is not None and self.replicas < world_size:
-            raise ConfigurationError(
-                f"replicas={self.replicas} cannot be divided over {world_size} ranks: one rank computes a replica. "
-                "Use at most as many processes as replicas"
-            )
         self._check(settings)
-        return Layout({"data": world_size})
+        replicas = self.replicas or world_size
+        if replicas >= world_size:
+            return Layout({"data": world_size})
+        if world_size % replicas:
+            raise ConfigurationError(
+                f"replicas={replicas} cannot be divided over {world_size} ranks, for replicas need equal numbers "
+                "of them: use a multiple of the replicas as number of processes, or at most as many"
+            )
+        return Layout({"data": replicas, "shard": world_size // replicas})
+
+    def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
+        return normalize_together(model, mesh, ("shard",))
 
     def _check(self, settings: StrategySettings) -> None:
         """Raises ConfigurationError for settings that do not go with steps of each replica."""
@@ -130,20 +141,25 @@ class LocalSgd(Strategy):
             replicas,
             self.sync_every,
             learner.settings.batch_size or learner.task.batch_size,
-            carried_by(rank, world_size, replicas),
+            rank,
             world_size,
             learner.settings.micro_batch,
             self.warmup_steps,
             self.num_fragments,
             self.fragment_sync_delay,
         )
+        if learner.mesh.degree("shard") != learner.rounds.team:
+            raise ConfigurationError(
+                f"{replicas} replicas are laid over {world_size} ranks by themselves: leave out the mesh"
+            )
         return self
 
     def _words(self, rounds: Rounds) -> str:
         count = f"{rounds.replicas} replicas merge" if rounds.replicas > 1 else "1 replica merges"
+        team = f", each computed by {rounds.team} ranks together" if rounds.team > 1 else ""
         turns = f", {self.num_fragments} fragments in turn" if self.num_fragments > 1 else ""
         return (
-            f"{count} every {self.sync_every} batches by {self.outer_words}{turns}; "
+            f"{count} every {self.sync_every} batches by {self.outer_words}{turns}{team}; "
             f"a step is a round of {rounds.size} samples"
         )
 

@@ -54,7 +54,7 @@ class BatchFeed:
         self._reading = Reading.from_learner(learner, learner.task.train, "training set", learner.task.order)
         if learner.rounds is not None:
             config = check_rounds(config, learner, learner.rounds)
-            self._reading = replace(self._reading, ranks=learner.rounds.replicas)
+            self._reading = replace(self._reading, ranks=learner.rounds.parts)
         self._listed = _agreed_order(self._reading, learner.session.control)
         self._config, self._unlike = settled(config, learner.session, self._reading)
         self.skips = Skips(self._reading.size, learner.session) if check_skipping(config, learner) else None
@@ -289,7 +289,7 @@ def check_rounds(config: RunConfig, learner: Learner, rounds: Rounds | Sections)
         == "skip",
         "skipping samples that cannot be read": config.on_bad_sample == "skip",
     }
-    if isinstance(rounds, Sections) or rounds.replicas != learner.session.world_size:
+    if isinstance(rounds, Sections) or rounds.parts != learner.session.world_size:
         balance = config.balance or "equal"
         config = config.replace(balance=balance)
         by_speed = balance == "auto" or is_named(balance, "balancer", BALANCERS)
