@@ -73,7 +73,9 @@ ROWS = {
         1, {"strategy": "diloco", "strategy_option": ("sync_every=1", "outer_lr=1", "outer_momentum=0")}
     ),
     "asynchronous without staleness": Row(
-        1, {"strategy": "asynchronous", "strategy_option": ("sync_every=1", "staleness=0")}, NO_SPARSE_SERVER
+        1,
+        {"strategy": "asynchronous", "strategy_option": ("sync_every=1", "staleness=0", "damping=1")},
+        NO_SPARSE_SERVER,
     ),
     "layers": Row(1, {"strategy": "layers", "devices": "cpu:0,cpu:1"}),
     "dimension": Row(2, {"strategy": "dimension"}, NO_FEATURES),

@@ -196,7 +196,8 @@ class RunSummary:
     merging: str = ""
     """Description of how replicas merged; empty if all ranks met in each step."""
     updates_of_server: str = ""
-    """Description of the updates of asynchronous training: their number, and the age of their gradients; else empty."""
+    """Description of the updates of asynchronous training: their number, and the age of their gradients in versions and
+    in samples; else empty."""
     precision: str = ""
     """Precision of the computation; empty if it was left as the task makes it."""
     memory: list[dict[str, int]] = field(default_factory=list)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import re
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -26,7 +29,7 @@ from evener.tools.verify import verify
 from evener.training.engine import Engine
 from evener.training.fit import fit
 from tests.comparing import worst
-from tests.strategies.local_steps.test_local_steps import SAMPLES, Words, adam, decaying, task
+from tests.strategies.local_steps.test_local_steps import IGNORED, SAMPLES, Words, adam, decaying, task, total
 
 ROUNDING = 1e-9
 Found = tuple[dict[str, Tensor], list[float], list[Merges], list[float]]
@@ -62,9 +65,13 @@ def everything() -> Task:
     return task(adam, scheduler=decaying, scheduler_interval="step", penalty=penalty)
 
 
-def stalling(seed: int = 0) -> Task:
+def stalling(seed: int = 0, optimizer: Callable[[Any], torch.optim.Optimizer] = adam) -> Task:
     return task(
-        adam, model=partial(Stalling, seed), scheduler=decaying, scheduler_interval="step", penalty=penalty
+        optimizer,
+        model=partial(Stalling, seed),
+        scheduler=decaying,
+        scheduler_interval="step",
+        penalty=penalty,
     )
 
 
@@ -92,8 +99,7 @@ def on(ranks: Any, size: int, build: Callable[[], Task], **settings: Any) -> Fou
 
 
 def repeated(found: Found, ranks: int, build: Callable[[], Task], **settings: Any) -> Found:
-    every = settings["strategy"].sync_every
-    strategy = RecordedAsynchronous(sync_every=every, recorded=tuple(found[2]), ranks=ranks)
+    strategy = RecordedAsynchronous(**vars(settings["strategy"]), recorded=tuple(found[2]), ranks=ranks)
     return trained(build, {**settings, "strategy": strategy}, threads=1)  # as many as the ranks have
 
 
@@ -196,6 +202,60 @@ def test_reading_ahead_in_workers_changes_nothing() -> None:
     assert worst(trained(everything, settings)[0], trained(everything, {**settings, "workers": 2})[0]) == 0
 
 
+def held_in(*merges: tuple[tuple[int, int], ...]) -> Merges:
+    """Merges of batches of 12 samples, each with its version."""
+    return tuple(
+        tuple(Contribution(0, version, 12 * at, 12 * at + 12) for at, version in held) for held in merges
+    )
+
+
+def test_damping_weighs_gradients_and_their_terms_by_age() -> None:
+    """Two batches merge, of which one has an age of 1, against the same by hand."""
+    config = RunConfig(device="cpu", dtype="float64", steps=3, strategy="single")
+    with Engine(task(), config) as engine:
+        batches = [batch.micro_batches[0] for batch in islice(engine.batches(), 3)]
+        model = copy.deepcopy(engine.model)
+    ours = list(model.parameters())
+
+    def gradients(at: int) -> list[Tensor]:
+        return list(torch.autograd.grad(total(model(batches[at].inputs), batches[at].targets), ours))
+
+    counts = [int((batch.targets != IGNORED).sum()) for batch in batches]
+    assert counts[1] != counts[2]
+    first, old = gradients(0), gradients(1)
+    with torch.no_grad():
+        for parameter, each in zip(ours, first, strict=True):
+            parameter -= 0.2 * each / counts[0]
+    new = gradients(2)
+    with torch.no_grad():
+        for parameter, a, b in zip(ours, old, new, strict=True):
+            parameter -= 0.2 * (a / 2 + b) / (counts[1] / 2 + counts[2])
+    expected = {name: value.detach() for name, value in model.named_parameters()}
+    merges = held_in(((0, 0),), ((1, 0), (2, 1)))
+    for damping, alike in ((1.0, True), (0.0, False), (0.5, False)):
+        strategy = RecordedAsynchronous(sync_every=3, recorded=(merges,), damping=damping)
+        found = trained(task, {"strategy": strategy, "steps": 3, "epochs": None})[0]
+        assert (worst(expected, found) < ROUNDING) == alike
+
+
+def test_damping_changes_nothing_if_ages_are_equal() -> None:
+    merges = held_in(((0, 0),), ((1, 0), (2, 0)))
+    found = [
+        trained(
+            everything,
+            {
+                "strategy": RecordedAsynchronous(sync_every=3, recorded=(merges,), damping=damping),
+                "steps": 3,
+                "epochs": None,
+            },
+        )
+        for damping in (0.0, 1.0, 0.3)
+    ]
+    assert worst(found[0][0], found[1][0]) == 0
+    assert worst(found[0][0], found[2][0]) < ROUNDING
+    assert found[0][1] == found[1][1]  # the loss is that of all terms
+
+
 @pytest.mark.parametrize("buffer", [1, 30])
 def test_the_buffer_says_how_many_samples_an_update_has(ranks: Any, buffer: int) -> None:
     found = on(ranks, 2, everything, strategy=Asynchronous(buffer=buffer, sync_every=100, staleness=-1))
@@ -238,6 +298,23 @@ def test_verify_compares_it_with_one_device_if_nothing_is_stale() -> None:
     assert found.strategy == "asynchronous(staleness=0, sync_every=4)"
 
 
+def warned(strategy: Asynchronous) -> list[str]:
+    config = RunConfig(device="cpu", dtype="float64", strategy=strategy)
+    with warnings.catch_warnings(record=True) as found, Engine(task(), config):
+        pass
+    return [str(each.message) for each in found if "buffer" in str(each.message)]
+
+
+def test_a_buffer_below_a_rank_s_samples_warns_once_of_the_age(ranks: Any) -> None:
+    found = ranks(2).run(warned, Asynchronous(buffer=1, staleness=-1))
+    assert [len(each) for each in found] == [1, 0]
+    assert "buffer=1 is less than the 6 samples" in found[0][0]
+    assert "about 6 samples old (1 in versions)" in found[0][0]
+    for silent in (Asynchronous(buffer=6), Asynchronous(), Asynchronous(buffer=1, staleness=0)):
+        assert ranks(2).run(warned, silent) == [[], []]
+    assert warned(Asynchronous(buffer=1)) == []
+
+
 def summary_of() -> tuple[str, str]:
     strategy = Asynchronous(sync_every=4, staleness=2)
     found = fit(
@@ -249,6 +326,8 @@ def summary_of() -> tuple[str, str]:
 def test_the_summary_tells_of_updates_and_ages(ranks: Any) -> None:
     said, summed = ranks(2).run(summary_of)[0]
     assert re.match(
-        r"each sample in one of \d+ updates; gradients \d\.\d versions old on average, at most [0-2]", said
+        r"each sample in one of \d+ updates; gradients \d\.\d versions old on average, at most [0-2].*\n"
+        r"gradients of each rank: \d+ \+ \d+; versions old: 0 \d+%.*; samples old: 0 \d+%",
+        said,
     )
     assert "12 samples for an update, at most 2 versions old" in summed

@@ -71,6 +71,18 @@ def test_nobody_waits_for_a_slow_worker(rates: list[float]) -> None:
     assert ledger.wasted == 0
 
 
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("staleness", [None, 1])
+def test_gradients_are_as_old_as_the_warning_of_a_small_buffer_says(
+    workers: int, staleness: int | None
+) -> None:
+    ledger = Ledger(16 * 400, Terms(16, 1, staleness), range(workers))
+    VirtualWorkers(ledger, [1.0] * workers).run()
+    found = ages(ledger.merges)
+    told = workers - 1 if staleness is None else min(workers - 1, staleness)
+    assert 0.6 * told < sum(found) / len(found) < 1.1 * told
+
+
 def test_a_stuck_worker_stops_nobody() -> None:
     ledger = Ledger(64, Terms(8, 8, 2), [0, 1])
     stuck = ledger.begin(1, None, 0.0)

@@ -15,7 +15,7 @@ from evener.strategies import Asynchronous
 from evener.tools.verify import verify
 from evener.training.engine import Engine
 from evener.training.factory import check_division
-from tests.strategies.local_steps.test_local_steps import samples, task
+from tests.strategies.local_steps.test_local_steps import adam, samples, task
 
 REFUSED: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16"},
@@ -35,8 +35,19 @@ def test_what_does_not_go_together_is_refused_before_ranks_start(words: str) -> 
         check_division(RunConfig(device="cpu", strategy=Asynchronous(), **REFUSED[words]), processes)
 
 
-@pytest.mark.parametrize("option", [{"buffer": -1}, {"staleness": -2}, {"sync_every": 0}])
-def test_options_out_of_range_are_refused(option: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"buffer": -1},
+        {"staleness": -2},
+        {"sync_every": 0},
+        {"delayed_nesterov": -1},
+        {"damping": -0.5},
+        {"damping": 1.5},
+        {"damping": float("nan")},
+    ],
+)
+def test_options_out_of_range_are_refused(option: dict[str, Any]) -> None:
     name, value = next(iter(option.items()))
     with pytest.raises(ConfigurationError, match=f"{name} is {value}"):
         Asynchronous(**option)
@@ -74,13 +85,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "non_finite=skip": ({}, {"non_finite": "skip"}),
     "skipping samples": ({}, {"on_bad_sample": "skip"}),
     "balance=auto": ({}, {"balance": "auto"}),
+    "delayed_nesterov is for": ({"optimizer": adam}, {"strategy": Asynchronous(delayed_nesterov=2)}),
 }
 
 
 @pytest.mark.parametrize("words", CASES)
 def test_tasks_that_it_cannot_train_are_refused(words: str) -> None:
     changed, settings = CASES[words]
-    config = RunConfig(device="cpu", strategy=Asynchronous(), **settings)
+    config = RunConfig(**{"device": "cpu", "strategy": Asynchronous()} | settings)
     with pytest.raises((ConfigurationError, TaskError), match=words):
         steps(config, **changed)
 

@@ -16,7 +16,7 @@ from evener.training.fit import fit
 
 
 def leave_run(directory: str, strategy: str = "asynchronous") -> None:
-    option = ("sync_every=6", "staleness=3") if strategy == "asynchronous" else ()
+    option = ("sync_every=6", "staleness=3", "damping=1") if strategy == "asynchronous" else ()
     run = Path(directory)
     fit("digits", strategy=strategy, strategy_option=option, epochs=1, device="cpu", run_dir=run, show=False)
 

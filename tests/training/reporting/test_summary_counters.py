@@ -49,3 +49,14 @@ def test_the_summary_gets_the_numbers_of_steps_and_of_the_last_evaluation() -> N
     assert tally.fractions() == [0.75, 0.25]
     assert (told["samples_in_seconds"], told["samples_per_second"]) == (8, 4.0)
     assert (told["final_loss"], told["metrics"]) == (1.0, {"accuracy": 0.5})
+
+
+def test_the_ages_of_gradients_are_told_in_versions_and_in_samples() -> None:
+    tally = SummaryCounters(3)
+    merges = (((0, 0, 0, 4),), ((2, 0, 4, 8), (0, 1, 8, 10)), ((0, 0, 10, 12),))
+    tally.step(StepRecord(0, 0, 1.0, 12, 1.0, (8, 0, 4), 0.1, merges=merges, wasted=3))
+    assert tally.describe(1.0)["updates_of_server"].splitlines() == [
+        "each sample in one of 3 updates; gradients 0.8 versions old on average, at most 2; "
+        "3 samples were computed again",
+        "gradients of each rank: 3 + 0 + 1; versions old: 0 50%, 1 25%, 2-3 25%; samples old: 0 50%, 4-7 25%, 8-15 25%",
+    ]

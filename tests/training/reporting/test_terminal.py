@@ -260,6 +260,8 @@ def test_the_summary_ends_with_what_balancing_gains() -> None:
         summary(shares=[0.5, 0.5], sample_seconds=[0.0, 0.0]),
         summary(shares=[0.5, 0.5], sample_seconds=[]),
         summary(shares=[1.0], sample_seconds=[0.02], ranks=summary().ranks[:1]),
+        summary(shares=[0.75, 0.25], sample_seconds=[0.01, 0.03], updates_of_server="9 updates"),
+        summary(shares=[0.5, 0.5], sample_seconds=[0.02, 0.05], updates_of_server="9 updates"),
     ):
         assert "equal shares" not in summary_text(alike)
         assert "--balance" not in summary_text(alike)

@@ -6,6 +6,7 @@
 ``ledger``              decides who computes which samples, and when gradients merge
 ``recorded_ledger``     the same for a section that is repeated from its records
 ``server``              holds the weights, and updates them
+``delayed_momentum``    changes the optimizer's momentum once in several updates
 ``links``               the messages between workers and the server
 ``buffers``             what passes have changed besides gradients
 ``flat_parameters``     parameters in a few flat tensors

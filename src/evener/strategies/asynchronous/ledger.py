@@ -130,6 +130,10 @@ class Terms:
     """The number of samples in a merge, at least."""
     staleness: int | None
     """The largest age of gradients in a merge, in versions. None means no bound."""
+    damping: float = 0.0
+    """Gradients and their terms weigh (1 + age) ** -damping in a merge, with their age in versions."""
+    delayed: int = 0
+    """The number of merges in which the optimizer's momentum changes once. 0 means that it changes in each."""
 
 
 @dataclass
@@ -211,27 +215,27 @@ class Ledger:
         found.version, found.since = self.version, now
         return Begun(found.lease, self.version)
 
-    def push(self, number: int, now: float) -> bool:
-        """Takes a worker's gradients of a lease. Returns False if they do not count."""
+    def push(self, number: int, now: float) -> Contribution | None:
+        """Takes a worker's gradients of a lease. Returns None if they do not count."""
         found = self._open.get(number) or self._revoked.pop(number, None)
         worker = None if found is None else self._workers.get(found.lease.worker)
         if found is None or found.version is None or worker is None:
-            return False
+            return None
         lease = found.lease
         seconds = max(now - found.since, 1e-9) / lease.size
         before = seconds if math.isnan(worker.seconds) else worker.seconds
         worker.seconds = before + SMOOTHING * (seconds - before)
         if number not in self._open:
-            return False
+            return None
         age = self.version - found.version
         if self.terms.staleness is not None and age > self.terms.staleness:
             worker.most = lease.size // 2
             self._give_back(number)
-            return False
+            return None
         worker.most = min(2**31, worker.most * 2)
         del self._open[number]
         self._pending.append(Contribution(lease.worker, found.version, lease.start, lease.stop))
-        return True
+        return self._pending[-1]
 
     def is_due(self) -> bool:
         """Returns True if the pending gradients merge now."""
@@ -259,11 +263,6 @@ class Ledger:
     def needs(self, version: int) -> bool:
         """Returns True if a range will begin with the weights of ``version`` when they are not the last ones."""
         return False
-
-    def size_of(self, number: int) -> int:
-        """Returns the number of samples of a lease. 0 if it is not open."""
-        found = self._open.get(number)
-        return 0 if found is None else found.lease.size
 
     def holders(self) -> str:
         """Returns a text that says who holds the samples that have not merged."""

@@ -12,6 +12,7 @@ from evener.errors import DataError
 from evener.strategies.asynchronous.ledger import (
     Answer,
     Begun,
+    Contribution,
     Lease,
     Ledger,
     Merges,
@@ -50,12 +51,9 @@ class RecordedLedger(Ledger):
             return Wait()
         return Begun(Lease(self._next, worker, next_.start, next_.stop), next_.version)
 
-    def push(self, number: int, now: float) -> bool:
+    def push(self, number: int, now: float) -> Contribution:
         self._next += 1
-        return True
-
-    def size_of(self, number: int) -> int:
-        return self._order[number][1].size
+        return self._order[number][1]
 
     def is_due(self) -> bool:
         return not self.is_over and (

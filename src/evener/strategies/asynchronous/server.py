@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from evener.errors import ConfigurationError, RankTimeoutError
 from evener.strategies.asynchronous.buffers import ServerBuffers
+from evener.strategies.asynchronous.delayed_momentum import delay_momentum
 from evener.strategies.asynchronous.flat_parameters import FlatLayout
 from evener.strategies.asynchronous.ledger import (
     Begun,
@@ -108,7 +109,7 @@ class ParameterServer:
         self._parameters = [nn.Parameter(view) for view in self._layout.views(self._weights)]
         self._sums = self._layout.empty(device, wide=True)
         self._has_gradient = torch.zeros(len(parameters), dtype=torch.float64)
-        self._of_merge = self._total = 0.0  # terms of the next merge, and their sum
+        self._weighted = self._of_merge = self._total = 0.0  # terms of the next merge, and their sum
         self._all_terms = self._all_total = 0.0
         self._before, self._step = SectionOutcome(), 0
         self._swap = dict(zip(parameters, self._parameters, strict=True))
@@ -120,6 +121,8 @@ class ParameterServer:
         self._loss = learner.task.exact_loss()
         self._scheduled = 0
         self._stopped = False
+        if terms.delayed:
+            delay_momentum(learner.optimizer, terms.delayed)
         self.error: Exception | None = None
         """An error in an update, which the rank of the server raises at the end of the section."""
 
@@ -220,13 +223,15 @@ class ParameterServer:
     @torch.no_grad()
     def _take(self, pushed: Pushed) -> None:
         """Adds gradients to those of the next merge, if they count."""
-        size = self._ledger.size_of(pushed.number)
-        if not self._ledger.push(pushed.number, time.monotonic()):
+        added = self._ledger.push(pushed.number, time.monotonic())
+        if added is None:
             return
+        weight = (1 + self._ledger.version - added.version) ** -self._terms.damping
         for total, flat in zip(self._sums, pushed.gradients, strict=True):
-            total += flat.to(total.device)
+            total.add_(flat.to(total.device), alpha=weight)
         self._has_gradient += pushed.row[: len(self._parameters)]
-        self._buffers.add(pushed.row[len(self._parameters) :], size)
+        self._buffers.add(pushed.row[len(self._parameters) :], added.size)
+        self._weighted += weight * pushed.terms
         self._of_merge += pushed.terms
         self._total += pushed.total
         if not math.isfinite(pushed.total):
@@ -241,7 +246,7 @@ class ParameterServer:
     def _merge(self) -> None:
         """Makes the next version of the weights."""
         self._ledger.merge()
-        factor = self._scale / (self._loss.divisor(self._of_merge) or 1.0)
+        factor = self._scale / (self._loss.divisor(self._weighted) or 1.0)
         for total in self._sums:
             total.mul_(factor)
         views = self._layout.views(self._sums)
@@ -283,7 +288,7 @@ class ParameterServer:
         for total in self._sums:
             total.zero_()
         self._has_gradient.zero_()
-        self._of_merge = self._total = 0.0
+        self._weighted = self._of_merge = self._total = 0.0
 
 
 def _size(held: Sequence[Contribution]) -> int:

@@ -260,8 +260,10 @@ class AsynchronousSynchronizer(NoSync):
 
     def __init__(self, learner: Learner, terms: Terms) -> None:
         super().__init__(learner)
-        old = "" if terms.staleness is None else f", at most {terms.staleness} versions old"
-        self.words = f"a parameter server on rank 0, those of {terms.buffer} samples for an update{old}"
+        more = "" if terms.staleness is None else f", at most {terms.staleness} versions old"
+        more += f", weighted by (1 + age)^-{terms.damping:g}" if terms.damping else ""
+        more += f"; momentum once in {terms.delayed} updates" if terms.delayed else ""
+        self.words = f"a parameter server on rank 0, those of {terms.buffer} samples for an update{more}"
 
     holds_all = True
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 from evener.components.gradients import sparse_weights
 from evener.data.sections import Sections
 from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
+from evener.strategies.asynchronous.delayed_momentum import check_momentum
 from evener.strategies.asynchronous.ledger import Merges, Terms
 from evener.strategies.asynchronous.stepper import AsynchronousSteps, AsynchronousSynchronizer
 from evener.strategies.base import Strategy
@@ -34,11 +37,19 @@ class Asynchronous(Strategy):
     """The largest age of gradients in an update, in versions of the weights. -1 means any."""
     sync_every: int = 100
     """The number of batches after which all ranks meet. The engine takes them in one step."""
+    damping: float = 0.0
+    """Gradients and their terms weigh ``(1 + age) ** -damping``, with their age in versions: 0 for all alike, at most
+    1. This trains more on the samples of fast ranks."""
+    delayed_nesterov: int = 0
+    """The number of updates in which the momentum of SGD changes once (Liu et al., 2024, arXiv:2401.09135). Together
+    they are one step of the optimizer with the mean of their gradients. 0 means that it changes in each."""
 
     def __post_init__(self) -> None:
-        for name, least in (("buffer", 0), ("staleness", -1), ("sync_every", 1)):
+        for name, least in (("buffer", 0), ("staleness", -1), ("sync_every", 1), ("delayed_nesterov", 0)):
             if getattr(self, name) < least:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if not 0 <= self.damping <= 1:
+            raise ConfigurationError(f"damping is {self.damping}; it must be from 0 (off) to 1")
 
     serves_one_rank: ClassVar[bool] = True
 
@@ -73,6 +84,10 @@ class Asynchronous(Strategy):
             raise ConfigurationError(f"strategy {self.label!r} does not go with {what}")
         return Layout({"data": world_size})
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.delayed_nesterov:
+            check_momentum(optimizer)
+
     def prepared(self, model: nn.Module, learner: Learner) -> Strategy:
         if learner.task.partition == "sample":
             raise ConfigurationError(
@@ -88,6 +103,14 @@ class Asynchronous(Strategy):
         batch_size = settings.batch_size or learner.task.batch_size
         ranks = learner.session.world_size
         learner.rounds = Sections(self.sync_every, batch_size, ranks, settings.micro_batch)
+        each, age = batch_size // ranks, ranks - 1 if self.staleness < 0 else min(ranks - 1, self.staleness)
+        if 0 < self.buffer < each and age and not learner.session.rank:
+            warnings.warn(
+                f"buffer={self.buffer} is less than the {each} samples that a rank computes at a time, so each update "
+                f"has the gradient of one rank, about {age * each} samples old ({age} in versions): lower the learning "
+                "rate, or leave buffer at a batch",
+                stacklevel=2,
+            )
         return self
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
@@ -100,7 +123,8 @@ class Asynchronous(Strategy):
     def _terms(self, learner: Learner) -> Terms:
         assert isinstance(learner.rounds, Sections)
         batch_size = learner.rounds.batch_size
-        return Terms(batch_size, self.buffer or batch_size, None if self.staleness < 0 else self.staleness)
+        staleness = None if self.staleness < 0 else self.staleness
+        return Terms(batch_size, self.buffer or batch_size, staleness, self.damping, self.delayed_nesterov)
 
 
 @dataclass(frozen=True)
@@ -120,5 +144,4 @@ class RecordedAsynchronous(Asynchronous):
 
     def stepper(self, learner: Learner) -> Stepper:
         assert isinstance(learner.rounds, Sections)
-        terms = Terms(learner.rounds.batch_size, learner.rounds.batch_size, None)
-        return AsynchronousSteps(learner, learner.rounds, terms, self.recorded)
+        return AsynchronousSteps(learner, learner.rounds, self._terms(learner), self.recorded)

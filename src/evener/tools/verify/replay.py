@@ -105,7 +105,7 @@ def replay(
     assert isinstance(strategy, Asynchronous)
     sections, ranks = _sections_of(run / RECORDS)
     recorded = RecordedAsynchronous(
-        sync_every=strategy.sync_every, recorded=tuple(merges for merges, _ in sections), ranks=ranks
+        **vars(strategy), recorded=tuple(merges for merges, _ in sections), ranks=ranks
     )
     config = config.replace(
         strategy=recorded,

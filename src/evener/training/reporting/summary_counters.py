@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import asdict
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from operator import gt
 from statistics import median
 from typing import Any, TypedDict
@@ -46,7 +46,7 @@ class SummaryCounters(Observer):
         self.memory: list[dict[str, int]] = []
         """For each rank, the peak of bytes in use in a step, and what they were used for."""
         self.evaluation_record: EvaluationRecord | None = None
-        self._ages = Counter[int]()
+        self._ages, self._samples_old, self._of_ranks = Counter[int](), Counter[int](), Counter[int]()
         self._merges = self._wasted = 0
         self._times = [deque[float](maxlen=WINDOW) for _ in range(parts)]
         """Seconds per sample, for each part."""
@@ -57,7 +57,11 @@ class SummaryCounters(Observer):
         self.last = record
         self.skipped += record.skipped
         self._merges, self._wasted = self._merges + len(record.merges), self._wasted + record.wasted
-        self._ages.update(number - each[1] for number, held in enumerate(record.merges) for each in held)
+        merged = [0, *accumulate(sum(stop - start for *_, start, stop in held) for held in record.merges)]
+        for number, held in enumerate(record.merges):
+            self._ages.update(number - version for _, version, *_ in held)
+            self._samples_old.update(merged[number] - merged[version] for _, version, *_ in held)
+            self._of_ranks.update(rank for rank, *_ in held)
         known = [each["peak"] for each in self.memory] or [-1] * len(record.memory_peak)
         if any(map(gt, record.memory_peak, known)):
             pairs = zip_longest(self.memory, _memory_of(record), fillvalue={"peak": -1})
@@ -113,8 +117,22 @@ class SummaryCounters(Observer):
         again = f"; {self._wasted:,} samples were computed again" if self._wasted else ""
         return (
             f"each sample in one of {self._merges:,} updates; gradients {mean:.1f} versions old on average, at most "
-            f"{max(self._ages)}{again}"
+            f"{max(self._ages)}{again}\n"
+            f"gradients of each rank: {' + '.join(str(self._of_ranks[rank]) for rank in range(len(self.taken)))}; "
+            f"versions old: {_histogram(self._ages)}; samples old: {_histogram(self._samples_old)}"
         )
+
+
+def _histogram(ages: Counter[int]) -> str:
+    """Describes how many gradients have which age: 0, 1, 2 to 3, 4 to 7 and so on."""
+    bins = Counter[int]()
+    for age, number in ages.items():
+        bins[age.bit_length()] += number
+    ends = {power: (2**power // 2, 2**power - 1) for power in sorted(bins)}
+    return ", ".join(
+        f"{least if least == most else f'{least}-{most}'} {bins[power] / bins.total():.0%}"
+        for power, (least, most) in ends.items()
+    )
 
 
 def _memory_of(record: StepRecord) -> list[dict[str, int]]:

@@ -254,7 +254,7 @@ def summary_text(summary: RunSummary) -> str:
         lines += [f"  {_summed_text(summary)}"] if summary.allreduce else []
     unread = f"{summary.skipped:,} samples could not be read and count for nothing"
     further = (
-        summary.updates_of_server,
+        *summary.updates_of_server.splitlines(),
         summary.reading,
         _memory_text(summary) if summary.memory else "",
         unread if summary.skipped else "",
@@ -294,6 +294,7 @@ def balance_text(summary: RunSummary) -> str:
     """
     each, shares = summary.sample_seconds, summary.shares
     divided = len(each) == len(shares) > 1 and math.isclose(sum(shares), 1.0)
+    divided = divided and not summary.updates_of_server  # there nobody waits for shares
     if not divided or not all((*each, *shares)):
         return ""
     work = [share * seconds for share, seconds in zip(shares, each, strict=True)]
