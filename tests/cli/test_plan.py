@@ -11,7 +11,7 @@ import pytest
 
 from evener.cli.main import main
 
-PLAN = ("plan", "digits", "--processes", "2", "--device", "cpu")
+PLAN = ("plan", "digits", "--processes", "2", "--device", "cpu", "--memory")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,157 @@
+"""What a step costs, as functions of its samples, and the time that follows for any batch and any shares.
+
+::
+
+    rank 0   input  passes ───────────────┐
+    rank 1   input  passes ───  waiting ──┴─ communication ─ update        a step
+                    fixed + each · samples
+
+The passes of a rank take a line of its samples. Everything after the slowest rank's passes is one more line, of the
+samples of the batch. All decisions here are made by pure functions: whoever has the same costs gets the same plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+from evener.balance.shares import solve
+from evener.balance.time_model import Line
+from evener.data.division import by_weights
+
+LEAST_SPREAD = 0.02
+"""The smallest relative standard deviation of a prediction: two runs of the same command differ by about that."""
+PER_DOUBLING = 0.04
+"""What each doubling of the batch away from the sizes that were tried adds to it."""
+UNMEASURED_SPREAD = 0.25
+"""The relative standard deviation of what no device at hand has measured. Analytic models of other tools state errors
+of 5 to 15 % on devices that they were fitted to (Maya, Charon, vTrain), and more on others."""
+NOTHING = Line(0.0, 0.0)
+QUANTILES = (0.05, 0.1, 0.5, 0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """The costs of a step in one way over a number of ranks."""
+
+    compute: tuple[Line, ...]
+    """For each rank its passes, by its own samples."""
+    parts: int
+    """The number of shares of a batch. Ranks that compute the same samples have one together."""
+    rest: Line = NOTHING
+    """Communication and whatever else comes after the passes, by the samples of the batch."""
+    hidden: float = 0.0
+    """The part of the passes behind which communication can hide."""
+    exposed: float = 0.0
+    """The seconds of communication that cannot hide: what the last gradients need."""
+    update: float = 0.0
+    """Seconds of the optimizer."""
+    bubble: float = 0.0
+    """The idle part of a pipeline, as a multiple of its passes."""
+    input: Line = NOTHING
+    """Waiting for samples, by a rank's own ones."""
+    spread: float = UNMEASURED_SPREAD
+    """The relative standard deviation of a prediction at the sizes that were tried."""
+    sizes: tuple[int, ...] = ()
+    """The batch sizes that were tried. Empty if this way was not tried."""
+
+    @property
+    def is_measured(self) -> bool:
+        return bool(self.sizes)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The predicted time of a step, with its terms in seconds."""
+
+    shares: tuple[int, ...]
+    compute: float
+    """The mean over the ranks."""
+    waiting: float
+    """What the slowest rank's passes take longer than that."""
+    bubble: float
+    communication: float
+    """What does not hide behind the passes. In a way that was tried it holds the update, too."""
+    update: float
+    input: float
+    spread: float
+    """The relative standard deviation."""
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return sum(self.terms.values())
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The terms by name. They add up to :attr:`seconds`."""
+        names = ("compute", "waiting", "bubble", "communication", "update", "input")
+        return {name: getattr(self, name) for name in names}
+
+    def quantile(self, part: float) -> float:
+        """Returns the seconds below which a run's median step is with a probability of ``part``: a lognormal law."""
+        return self.seconds * math.exp(self.spread * NormalDist().inv_cdf(part))
+
+    def largest(self) -> tuple[str, float]:
+        """Returns the largest term besides compute, and its part of the step."""
+        name = max((name for name in self.terms if name != "compute"), key=lambda each: self.terms[each])
+        return name, self.terms[name] / self.seconds
+
+
+def step_time(
+    costs: StepCosts,
+    batch_size: int,
+    *,
+    passes: int = 1,
+    speeds: Sequence[float] | None = None,
+    weights: Sequence[float] | None = None,
+    balanced: bool = False,
+) -> StepTime:
+    """Predicts a step.
+
+    Args:
+        passes: Forward and backward passes of a rank in a step. Each costs the fixed part again.
+        speeds: For each rank a factor on the speed that was measured, as ``--throttle`` takes them.
+        weights: Relative shares, for fixed ones.
+        balanced: True for the shares with which the slowest rank is soonest through.
+    """
+    lines = [replace(line, overhead_seconds=line.overhead_seconds * passes) for line in costs.compute]
+    lines = [line.scaled(1 / speed) for line, speed in zip(lines, speeds or [1.0] * len(lines), strict=True)]
+    members = [
+        [rank for rank in range(len(lines)) if part_of(rank, costs.parts, len(lines)) == part]
+        for part in range(costs.parts)
+    ]
+    slowest = [lambda n, team=tuple(team): max(lines[rank](n) for rank in team) for team in members]
+    if balanced and costs.parts > 1:
+        shares = solve(slowest, batch_size)
+    else:
+        shares = by_weights(batch_size, weights or [1.0] * costs.parts)
+    own = [shares[part_of(rank, costs.parts, len(lines))] for rank in range(len(lines))]
+    took = [line(samples) or line.overhead_seconds for line, samples in zip(lines, own, strict=True)]
+    compute = sum(took) / len(took)
+    communication = max(costs.exposed, costs.rest(batch_size) - costs.hidden * max(took))
+    return StepTime(
+        tuple(shares),
+        compute,
+        max(took) - compute,
+        max(took) * costs.bubble / passes,
+        communication,
+        costs.update,
+        max(costs.input(samples) for samples in own),
+        _spread(costs, batch_size),
+    )
+
+
+def part_of(rank: int, parts: int, ranks: int) -> int:
+    """Returns the share that a rank computes, alone or with others next to it."""
+    return rank * parts // ranks
+
+
+def _spread(costs: StepCosts, batch_size: int) -> float:
+    if not costs.sizes:
+        return costs.spread
+    nearest = min(abs(math.log2(batch_size / size)) for size in costs.sizes)
+    between = min(costs.sizes) <= batch_size <= max(costs.sizes)
+    return math.hypot(max(LEAST_SPREAD, costs.spread), PER_DOUBLING * nearest * (0.5 if between else 1.0))

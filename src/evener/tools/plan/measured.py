@@ -1,0 +1,59 @@
+"""Costs of a step from trials."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median, pstdev
+
+from evener.balance.time_model import Line
+from evener.tools.plan.costs import StepCosts, part_of
+from evener.tools.plan.trials import Trial
+
+
+def costs_of(trials: Sequence[Trial], spread: float) -> StepCosts:
+    """Returns the costs of the candidate of ``trials``, which differ in their batch sizes.
+
+    Args:
+        spread: The relative difference of two trials that were the same.
+    """
+    ranks, parts = trials[0].candidate.ranks, len(trials[0].shares)
+    compute = tuple(
+        line_through([(_own(each, rank), each.compute[rank]) for each in trials]) for rank in range(ranks)
+    )
+    inputs = [(max(each.shares), max(each.input)) for each in trials]
+    rest = [(each.batch_size, each.seconds - max(each.compute) - max(each.input)) for each in trials]
+    within = median(pstdev(each.steps) / each.seconds / math.sqrt(len(each.steps)) for each in trials)
+    return StepCosts(
+        compute,
+        parts,
+        rest=line_through([(size, max(0.0, seconds)) for size, seconds in rest]),
+        input=line_through(inputs),
+        spread=math.hypot(spread / math.sqrt(2), within),
+        sizes=tuple(each.batch_size for each in trials),
+    )
+
+
+def line_through(points: Sequence[tuple[float, float]]) -> Line:
+    """Returns the line through points of samples and seconds, by least squares. Neither of its numbers is negative.
+    Through one point it is in proportion to the samples."""
+    points = [(x, y) for x, y in points if x > 0]
+    if not points:
+        return Line(0.0, 0.0)
+    mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
+    over = sum((x - mean_x) ** 2 for x, _ in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / over if over else mean_y / mean_x
+    if slope < 0:
+        return Line(mean_y, 0.0)
+    if mean_y < slope * mean_x:
+        return Line(0.0, sum(x * y for x, y in points) / sum(x * x for x, _ in points))
+    return Line(mean_y - slope * mean_x, slope)
+
+
+def repeat_spread(first: Trial, again: Trial) -> float:
+    """Returns the relative difference of two trials of the same candidate and batch size."""
+    return abs(math.log(again.seconds / first.seconds))
+
+
+def _own(trial: Trial, rank: int) -> int:
+    return trial.shares[part_of(rank, len(trial.shares), trial.candidate.ranks)]

@@ -1,0 +1,224 @@
+"""Makes plans: tries on this machine what can be tried, predicts the rest, and sorts it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Unpack
+
+import torch
+
+from evener.balance.registry import fixed_weights
+from evener.balance.throttle import Throttle
+from evener.core.config.kwargs import Settings
+from evener.core.config.process_range import one_number
+from evener.core.config.run_config import RunConfig
+from evener.core.config.sizes import parse_limits
+from evener.core.task.task import Task, TaskLike, resolve
+from evener.distributed.environment import default_processes, kind_taken
+from evener.errors import ConfigurationError, EvenerError
+from evener.hardware import accelerators
+from evener.tools.estimate import estimate_memory
+from evener.tools.plan.candidates import NEVER_TRIED, Candidate, candidates_for, numbers_of_ranks
+from evener.tools.plan.costs import StepCosts, StepTime, step_time
+from evener.tools.plan.measured import costs_of, repeat_spread
+from evener.tools.plan.result import TrainingPlan, Way
+from evener.tools.plan.trials import Refusal, Trial, run_trials
+from evener.training.builtin_tasks import BUILT_IN
+
+SECONDS = 40.0
+"""About how long all trials take together."""
+START_SECONDS = 4.0
+"""About how long it takes to start ranks and to import PyTorch."""
+SETUP_SECONDS = 0.3
+"""About how long it takes to set up a trial of a small model."""
+TRIAL_SECONDS = 0.05, 1.0
+"""The least and the most that the steps of a trial take."""
+ESTIMATED = 5
+"""So many of the fastest ways get an estimate of their memory."""
+
+
+def make_plan(
+    task: TaskLike,
+    config: RunConfig | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    seconds: float = SECONDS,
+    **settings: Unpack[Settings],
+) -> TrainingPlan:
+    """Predicts the time of a step for each way to train a task on the devices of this machine.
+
+    A few steps are taken in each way, with up to ``processes`` ranks, at two batch sizes. Times for other batches,
+    shares and speeds follow from these.
+
+    Args:
+        task: As :func:`evener.fit` takes it.
+        config: The settings. ``settings`` override single ones.
+        options: Keyword arguments of the task's function.
+        seconds: About how long the trials may take.
+
+    Raises:
+        ConfigurationError: If the settings cannot work together, or the task cannot be trained in any way.
+    """
+    began, config = time.monotonic(), (config or RunConfig()).replace(**settings)
+    built = resolve(task, BUILT_IN, options)()
+    most = one_number(config.processes) or default_processes(kind_taken(config.device))
+    batch_size = config.batch_size or built.batch_size
+    calibration = calibrate(task, config, numbers_of_ranks(most), batch_size, options, seconds)
+    ways = sorted(
+        (
+            Way(candidate, predicted(costs, candidate, config, batch_size), costs)
+            for candidate, costs in calibration.costs.items()
+        ),
+        key=lambda way: way.time.seconds,
+    )
+    if not ways:
+        reasons = "; ".join(f"{name}: {why}" for name, why in calibration.refused.items())
+        raise ConfigurationError(f"{built.name} can be trained in no way that was tried: {reasons}")
+    ways, notes = _with_memory(task, ways, config, batch_size, options)
+    devices = [accelerators.name_of(each) or each.type for each in _devices(kind_taken(config.device), most)]
+    return TrainingPlan(
+        task=built.name,
+        batch_size=batch_size,
+        samples=_samples(built),
+        epochs=config.epochs or built.epochs,
+        ways=tuple(sorted(ways, key=lambda way: (not way.fits, way.time.seconds))),
+        refused=calibration.refused,
+        left_out=NEVER_TRIED,
+        repeat_spread=calibration.repeat_spread,
+        devices=tuple(devices),
+        seconds=time.monotonic() - began,
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What trials have found on this machine."""
+
+    costs: dict[Candidate, StepCosts]
+    refused: dict[str, str]
+    repeat_spread: float
+
+
+def calibrate(
+    task: TaskLike,
+    config: RunConfig,
+    numbers: Sequence[int],
+    batch_size: int,
+    options: Mapping[str, Any] | None = None,
+    seconds: float = SECONDS,
+) -> Calibration:
+    """Takes a few steps in each way with each of the numbers of ranks.
+
+    Args:
+        batch_size: The larger of the two batch sizes.
+        seconds: About how long this may take.
+    """
+    asked = {ranks: _asked(ranks, config, batch_size) for ranks in numbers}
+    each = (seconds - START_SECONDS * len(numbers)) / sum(map(len, asked.values())) - SETUP_SECONDS
+    each = min(TRIAL_SECONDS[1], max(TRIAL_SECONDS[0], each))
+    costs, refused, spreads = dict[Candidate, StepCosts](), dict[str, str](), list[float]()
+    began = time.monotonic()
+    for place, ranks in enumerate(numbers):
+        left = max(0.0, seconds - (time.monotonic() - began)) / (len(numbers) - place)
+        trials, reasons = _tried(task, options, config, asked[ranks], each, left)
+        refused |= reasons
+        first = [trial for trial in trials if (trial.candidate, trial.batch_size) == asked[ranks][0]]
+        spread = max((repeat_spread(one, first[0]) for one in first[1:]), default=0.0)
+        spreads.append(spread)
+        for candidate in dict.fromkeys(trial.candidate for trial in trials):
+            of_candidate = [trial for trial in trials if trial.candidate == candidate]
+            costs[candidate] = costs_of(of_candidate, spread)
+    return Calibration(costs, refused, max(spreads, default=0.0))
+
+
+def _asked(ranks: int, config: RunConfig, batch_size: int) -> list[tuple[Candidate, int]]:
+    """Returns the trials on a number of ranks. The first is made once more at the end."""
+    strategy = config.strategy if isinstance(config.strategy, str) else "auto"
+    found = candidates_for(ranks, strategy, config.strategy_option, config.mesh)
+    found = [replace(each, micro_batch=config.samples_at_once, recompute=config.recompute) for each in found]
+    sizes = [batch_size, *([smaller] if (smaller := max(ranks, batch_size // 4)) < batch_size else [])]
+    return [*((each, size) for each in found for size in sizes), (found[0], batch_size)]
+
+
+def _tried(
+    task: TaskLike,
+    options: Mapping[str, Any] | None,
+    config: RunConfig,
+    asked: list[tuple[Candidate, int]],
+    seconds: float,
+    most_seconds: float,
+) -> tuple[list[Trial], dict[str, str]]:
+    plain = config.replace(
+        throttle=None, throttle_at=(), balance="equal", memory_limit=None, memory_limit_at=()
+    )
+    try:
+        found = run_trials(task, options, plain, asked, seconds, most_seconds)
+    except EvenerError as error:  # a rank died, or waited in vain
+        return [], {asked[0][0].words: str(error)}
+    refused = {each.candidate.words: each.reason for each in found if isinstance(each, Refusal)}
+    return [each for each in found if isinstance(each, Trial)], refused
+
+
+def predicted(costs: StepCosts, candidate: Candidate, config: RunConfig, batch_size: int) -> StepTime:
+    """Returns the time of a step with the shares and the emulated speeds of the settings."""
+    ranks = candidate.ranks
+    factors = (
+        Throttle.parse(config.throttle, (), config.throttle.count(",") + 1).factors if config.throttle else ()
+    )
+    weights = None if config.balance is None else fixed_weights(config.balance, costs.parts)
+    balanced = config.balance == "auto"
+    speeds = [*factors[:ranks], *[1.0] * (ranks - len(factors))]
+    return step_time(costs, batch_size, speeds=speeds, weights=weights, balanced=balanced)
+
+
+def _with_memory(
+    task: TaskLike, ways: list[Way], config: RunConfig, batch_size: int, options: Mapping[str, Any] | None
+) -> tuple[list[Way], list[str]]:
+    """Returns the ways with estimates of their memory: of the fastest, and of all that come before the one that is
+    chosen."""
+    found, notes, fitting = list[Way](), list[str](), 0
+    for way in ways:
+        if fitting < ESTIMATED and not way.algorithm:
+            try:
+                estimate = estimate_memory(
+                    task, _to_estimate(way.candidate, config, batch_size), options=options
+                )
+            except ConfigurationError as error:
+                notes.append(f"no estimate of the memory of {way.candidate.words}: {error}")
+            else:
+                limits = parse_limits(config.memory_limit, way.candidate.ranks)
+                own = [each or _memory_here(estimate.device, rank) for rank, each in enumerate(limits)]
+                worst = max(estimate.ranks, key=lambda each: each.needed - (own[each.rank] or 2**62))
+                way = replace(way, needed=worst.needed, limit=own[worst.rank])
+            fitting += way.fits
+        found.append(way)
+    return found, notes
+
+
+def _to_estimate(candidate: Candidate, config: RunConfig, batch_size: int) -> RunConfig:
+    """Returns settings whose memory can be known before a run: stages of equal numbers of layers."""
+    if candidate.strategy == "pipeline" and not candidate.options:
+        candidate = replace(candidate, options=("balance=equal",))
+    return candidate.config(config, batch_size)
+
+
+def _memory_here(kind: str, rank: int) -> int | None:
+    """Returns the bytes of the accelerator that a rank of this machine has. None on a CPU."""
+    count = accelerators.count(kind) if kind != "cpu" else 0
+    whole = accelerators.memory_of(torch.device(kind, rank % count)) if count else None
+    return None if whole is None else whole[1]
+
+
+def _devices(kind: str, ranks: int) -> list[torch.device]:
+    count = accelerators.count(kind) if kind != "cpu" else 0
+    return [torch.device(kind, rank % count) if count else torch.device("cpu") for rank in range(ranks)]
+
+
+def _samples(task: Task) -> int | None:
+    try:
+        return len(task.train)  # type: ignore[arg-type]
+    except TypeError:
+        return None

@@ -1,0 +1,115 @@
+"""A plan in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from evener.core.config.sizes import size_words
+from evener.tools.plan.result import CurvePoint, TrainingPlan, Way, reason
+
+TOP = 5
+"""So many of the fastest ways are shown."""
+
+
+def plan_text(plan: TrainingPlan, top: int = TOP, explain: bool = False) -> str:
+    """Returns the plan as lines for a terminal.
+
+    Args:
+        top: The number of ways to show.
+        explain: Whether to show the terms of a step.
+    """
+    return "\n".join(_lines(plan, top, explain))
+
+
+def _lines(plan: TrainingPlan, top: int, explain: bool) -> Iterator[str]:
+    kinds = {name: plan.devices.count(name) for name in dict.fromkeys(plan.devices)}
+    devices = " + ".join(f"{number} × {name}" for name, number in kinds.items())
+    yield f"{plan.task} on {devices}, batches of {plan.batch_size}; planned in {plan.seconds:.0f} s"
+    yield f"{'step':>12}{'90 % interval':>22}{'samples/s':>12}{'memory':>11}"
+    fitting = [way for way in plan.ways if way.fits and not way.algorithm]
+    for way in fitting[:top]:
+        yield from _way(plan, way, explain)
+    for way in (way for way in plan.ways if way.algorithm):
+        yield f"another algorithm, {way.algorithm}:"
+        yield from _way(plan, way, explain)
+    for way in (way for way in plan.ways if not way.fits):
+        yield f"does not fit: {way.candidate.words}: {reason(way)}"
+    yield from _curve(plan)
+    yield from _costs(plan)
+    if plan.repeat_spread:
+        yield f"two trials that were the same differed by {plan.repeat_spread:.0%}"
+    for why, names in _by_reason(plan.refused).items():
+        yield f"cannot: {', '.join(names)}: {why}"
+    for name, why in plan.left_out.items():
+        yield f"not considered: {name}: {why}"
+    yield from (f"note: {note}" for note in plan.notes)
+
+
+def _way(plan: TrainingPlan, way: Way, explain: bool) -> Iterator[str]:
+    low, high = way.time.quantile(0.05), way.time.quantile(0.95)
+    interval = f"{seconds_text(low)} to {seconds_text(high)}"
+    memory = "" if way.needed is None else size_words(way.needed)
+    took, speed = seconds_text(way.time.seconds), plan.batch_size / way.time.seconds
+    source = "" if way.costs.is_measured else " (not measured)"
+    yield f"{took:>12}{interval:>22}{speed:>12,.0f}{memory:>11}  --strategy {way.candidate.words}"
+    yield f"{'':>12}  {reason(way)}{source}"
+    if explain:
+        terms = ", ".join(f"{name} {seconds_text(took)}" for name, took in way.time.terms.items() if took)
+        yield f"{'':>12}  {terms}; shares {' + '.join(map(str, way.time.shares))}"
+
+
+def _curve(plan: TrainingPlan) -> Iterator[str]:
+    points, enough = plan.curve(), plan.enough()
+    if len(points) < 2 or enough is None:
+        return
+    yield "devices    " + "   ".join(f"{each.ranks}: {each.speedup:.2f}x" for each in points)
+    later = [each for each in points if each.ranks > enough.ranks]
+    if later:
+        yield f"more than {enough.ranks} {_is_not_worth(later[0], enough)}"
+
+
+def _is_not_worth(point: CurvePoint, enough: CurvePoint) -> str:
+    name, part = point.way.time.largest()
+    if point.speedup < enough.speedup:
+        return f"are slower: with {point.ranks}, {part:.0%} of a step would be {name}"
+    adds = f"each up to {point.ranks} adds {point.added:.0%}"
+    return f"are not worth it: {adds}, and {part:.0%} of a step would be {name}"
+
+
+def _costs(plan: TrainingPlan) -> Iterator[str]:
+    best = plan.best
+    if best is None:
+        yield "no way fits"
+        return
+    epoch = plan.epoch_seconds(best)
+    if epoch is None:
+        return
+    whole = (
+        ""
+        if not plan.epochs or plan.epochs == 1
+        else f", {plan.epochs} epochs {seconds_text(epoch * plan.epochs)}"
+    )
+    yield f"an epoch takes {seconds_text(epoch)}{whole}, without evaluations and checkpoints"
+    if plan.price_per_hour is not None:
+        price = plan.price_per_hour * epoch * (plan.epochs or 1) / 3600
+        yield f"at {plan.price_per_hour:g} an hour this costs {price:.2f}"
+
+
+def _by_reason(refused: dict[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, why in refused.items():
+        found.setdefault(why, []).append(name)
+    return found
+
+
+def seconds_text(seconds: float) -> str:
+    """Formats a time with three significant digits, in the unit that suits it."""
+    for limit, factor, unit in (
+        (1e-3, 1e6, "us"),
+        (1.0, 1e3, "ms"),
+        (120.0, 1.0, "s"),
+        (7200.0, 1 / 60, "min"),
+    ):
+        if seconds < limit:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds / 3600:.3g} h" if seconds < 3 * 86400 else f"{seconds / 86400:.3g} days"

@@ -1,0 +1,157 @@
+"""Takes a few real steps in each of several ways, on ranks of this machine, and times them.
+
+A trial goes through the engine, as a run does. So what it measures holds all that a step costs: passes, sums, the
+update, waiting, reading of samples, and how ranks of one machine slow each other down.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from evener.core.config.run_config import RunConfig
+from evener.core.task.task import Task, TaskLike, resolve
+from evener.distributed.launch.launch import launch
+from evener.distributed.session import Session
+from evener.errors import EvenerError
+from evener.tools.plan.candidates import Candidate
+from evener.training.builtin_tasks import BUILT_IN
+from evener.training.engine import Engine
+
+WARM_STEPS = 2
+"""Steps before those that count. In them the optimizer makes its state and buckets are laid out."""
+LEAST_STEPS, MOST_STEPS = 4, 40
+TIMEOUT_SECONDS = 60.0
+NO_TIME = "there was no time to try it"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A few steps with one batch size. Times are medians in seconds."""
+
+    candidate: Candidate
+    batch_size: int
+    shares: tuple[int, ...]
+    """The number of samples of each rank."""
+    steps: tuple[float, ...]
+    """The seconds of each step, reading included."""
+    compute: tuple[float, ...]
+    """For each rank, the passes until its last gradient was ready."""
+    input: tuple[float, ...]
+    """For each rank, the wait for samples."""
+    setup: float
+    """From the start to the end of the first step."""
+
+    @property
+    def seconds(self) -> float:
+        return median(self.steps)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A candidate that cannot train the task, with the reason."""
+
+    candidate: Candidate
+    reason: str
+
+
+def run_trials(
+    task: TaskLike,
+    options: Mapping[str, Any] | None,
+    config: RunConfig,
+    asked: Sequence[tuple[Candidate, int]],
+    seconds: float,
+    most_seconds: float,
+) -> list[Trial | Refusal]:
+    """Runs trials one after the other on ranks of this machine.
+
+    Args:
+        asked: Candidates of one number of ranks, each with a batch size.
+        seconds: About how long each trial takes its steps.
+        most_seconds: No further trial begins after this time.
+
+    Raises:
+        RankError: If a rank died.
+    """
+    ranks = asked[0][0].ranks
+    settings = (task, options, config, list(asked), seconds, most_seconds)
+    return launch(
+        _on_rank, *settings, processes=ranks, device=config.device, timeout_seconds=TIMEOUT_SECONDS
+    )[0]
+
+
+def _on_rank(
+    task: TaskLike,
+    options: Mapping[str, Any] | None,
+    config: RunConfig,
+    asked: list[tuple[Candidate, int]],
+    seconds: float,
+    most_seconds: float,
+) -> list[Trial | Refusal]:
+    built = resolve(task, BUILT_IN, options)()
+    found, refused, began = list[Trial | Refusal](), dict[Candidate, str](), time.perf_counter()
+    with Session(device=config.device, timeout_seconds=TIMEOUT_SECONDS) as session, _quiet():
+        for candidate, batch_size in asked:
+            if session.control.broadcast_object(time.perf_counter() - began) > most_seconds:
+                refused.setdefault(candidate, NO_TIME)
+            if candidate not in refused:
+                try:
+                    found.append(_one(built, candidate, batch_size, config, session, seconds))
+                except EvenerError as error:
+                    refused[candidate] = str(error)
+                except Exception as error:  # of the model, which may not bear to be divided so
+                    refused[candidate] = f"{type(error).__name__}: {error}"
+    return found + [Refusal(*each) for each in refused.items()]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps back what strategies and models print."""
+    with (
+        open(os.devnull, "w") as nowhere,
+        redirect_stderr(nowhere),
+        redirect_stdout(nowhere),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        yield
+
+
+def _one(
+    task: Task, candidate: Candidate, batch_size: int, config: RunConfig, session: Session, seconds: float
+) -> Trial:
+    began = time.perf_counter()
+    with Engine(task, candidate.config(config, batch_size), session=session) as engine:
+        taken, records, left = list[float](), [], WARM_STEPS + 1
+        with closing(engine.batches()) as batches:
+            while left:
+                start = time.perf_counter()
+                step = engine.step(next(batches))
+                step.loss  # noqa: B018 # waits for the step
+                taken.append(time.perf_counter() - start)
+                records.append(step)
+                left -= 1
+                if len(taken) == 1:
+                    setup = time.perf_counter() - began
+                if len(taken) == WARM_STEPS + 1:
+                    wanted = round(seconds / max(taken[-1], 1e-6))
+                    left = session.control.broadcast_object(min(MOST_STEPS, max(LEAST_STEPS, wanted)))
+        counted = [step.record() for step in records[WARM_STEPS + 1 :]]
+        return Trial(
+            candidate,
+            batch_size,
+            counted[-1].shares,
+            tuple(taken[WARM_STEPS + 1 :]),
+            _medians([each.compute_seconds for each in counted]),
+            _medians([each.input_seconds for each in counted]),
+            setup,
+        )
+
+
+def _medians(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(median(column) for column in zip(*(row for row in rows if row), strict=True))
