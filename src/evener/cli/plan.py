@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from evener.cli import options
 from evener.cli.parsing import CommandHelp, Parser
+from evener.core.config.run_config import RunConfig
 from evener.core.config.sizes import parse_limits, size_words
+from evener.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from evener.tools.plan import TrainingPlan
 
 HELP = CommandHelp(
     "plan",
     "say what a run would take, and which way to train is the fastest",
     "Say how many bytes each rank of a run would take, and how long a step takes with each strategy on up to "
     "--processes devices. Memory is known without running; for the times, each way takes a few steps, for under a "
-    "minute together. Options are those of train. Exit status 1 if a rank would need more than --memory-limit.",
+    "minute together. With --cluster all is predicted, for machines that need not be at hand. Options are those of "
+    "train. Exit status 1 if a rank would need more than --memory-limit, or if no way fits.",
     usage="TASK [OPTIONS]",
     examples=(
-        "evener plan digits --processes 2",
+        "evener plan digits --processes 2 --save plan.json",
+        "evener plan digits --from plan.json --batch-size 256",
+        "evener plan mytask:task --cluster cluster.toml",
         "evener plan mytask:task --memory --strategy sharded --memory-limit 24GB",
     ),
 )
@@ -25,39 +36,70 @@ HELP = CommandHelp(
 def fill(parser: Parser) -> None:
     """Adds the command's options."""
     options.add_task_options(parser)
+    where, output = "devices of the plan", "output"
     parser.option(
-        "output", "--memory", action="store_true", help="bytes by rank and purpose alone, without a run"
+        where, "--cluster", type=Path, metavar="FILE", help="machines that are not at hand, as TOML"
     )
-    parser.option("output", "--top", type=int, default=5, metavar="N", help="the N fastest ways")
-    parser.option("output", "--explain", action="store_true", help="the terms of each step")
-    parser.option("output", "--budget", type=float, default=40.0, metavar="S", help="seconds for the trials")
+    parser.option(where, "--from", dest="source", type=Path, metavar="FILE", help="trials that --save kept")
+    parser.option(where, "--save", type=Path, metavar="FILE", help="keep what the trials show")
+    parser.option(where, "--budget", type=float, default=40.0, metavar="S", help="seconds for the trials")
+    parser.option(
+        output, "--memory", action="store_true", help="bytes by rank and purpose alone, without trials"
+    )
+    parser.option(output, "--top", type=int, default=5, metavar="N", help="show the N fastest ways")
+    parser.option(output, "--explain", action="store_true", help="show the terms of each step")
     options.add_config_options(parser)
     options.add_shares_option(parser)
     options.add_json_option(parser, "the plan")
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Prints the plan. Returns exit status 1 if a rank would need more than its memory limit."""
+    """Prints the plan. Returns exit status 1 if a rank would need more than its memory limit, or no way fits."""
     config = options.config_of(arguments)
+    if arguments.cluster and (arguments.source or arguments.save):
+        raise ConfigurationError("--cluster predicts without trials: leave out --from and --save")
     options.find_modules_here()
     from evener.files import write_json
+
+    found, fits = dict[str, Any](), True
+    if not arguments.cluster:
+        found, fits = _memory(arguments, config)
+    if not arguments.memory:
+        from evener.tools.plan import plan_text
+
+        plan = _plan(arguments, config)
+        print(plan_text(plan, arguments.top, arguments.explain))
+        found["plan"], fits = plan.as_json(), fits and plan.best is not None
+    if arguments.json is not None:
+        write_json(arguments.json, found)
+    return 0 if fits else 1
+
+
+def _memory(arguments: argparse.Namespace, config: RunConfig) -> tuple[dict[str, Any], bool]:
+    """Prints the memory of a run with the settings. Returns it, and True if it is within the limits."""
     from evener.tools.estimate import estimate_memory
 
-    given = options.task_options_of(arguments)
-    estimate = estimate_memory(arguments.task, config, options=given)
+    estimate = estimate_memory(arguments.task, config, options=options.task_options_of(arguments))
     limits = parse_limits(arguments.memory_limit, len(estimate.ranks))
     exceeding = estimate.exceeding(limits)
-    found = estimate.as_json() | {"limits": limits}
     print(estimate)
     for rank in exceeding:
         limit = limits[rank.rank] or 0
         print(f"rank {rank.rank} would need {size_words(rank.needed)}, and has {size_words(limit)}")
-    if not arguments.memory:
-        from evener.tools.plan import make_plan, plan_text
+    return estimate.as_json() | {"limits": limits}, not exceeding
 
-        plan = make_plan(arguments.task, config, options=given, seconds=arguments.budget)
-        print(plan_text(plan, arguments.top, arguments.explain))
-        found["plan"] = plan.as_json()
-    if arguments.json is not None:
-        write_json(arguments.json, found)
-    return 1 if exceeding else 0
+
+def _plan(arguments: argparse.Namespace, config: RunConfig) -> TrainingPlan:
+    from evener.tools.plan import Calibration, calibrate, make_plan, plan_for_cluster, read_cluster
+
+    task, given, seconds = arguments.task, options.task_options_of(arguments), arguments.budget
+    if arguments.cluster:
+        return plan_for_cluster(task, read_cluster(arguments.cluster), config, options=given, seconds=seconds)
+    if arguments.source:
+        calibration = Calibration.read(arguments.source)
+    else:
+        print(f"trying each way to train for a few steps, about {seconds:.0f} s", file=sys.stderr, flush=True)
+        calibration = calibrate(task, config, options=given, seconds=seconds)
+    if arguments.save:
+        calibration.save(arguments.save)
+    return make_plan(task, config, options=given, calibration=calibration)

@@ -6,6 +6,8 @@
 - ``_new_process_group_helper``, ``_world`` and ``GroupName`` make a group with a given name, and count groups.
   ``dist.new_group`` chooses the name itself. If only the members of a group call it, that name depends on how many
   groups each member has been in, so members may wait for each other under different names.
+- Operators of ``torch.ops.c10d`` take a group as a boxed object, which ``ProcessGroup.unbox`` opens, and functional
+  collectives take its name, which ``_resolve_process_group`` looks up.
 - ``FakeStore`` of ``torch.testing._internal`` belongs to the backend ``fake``, a group without other processes. Its
   collectives return at once and do not change tensors, which is enough for fake tensors. Its module registers the
   backend, and is imported when such a group is opened.
@@ -20,10 +22,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d
 
 _world: Any = distributed_c10d._world
+_resolve: Any = getattr(distributed_c10d, "_resolve_process_group")  # noqa: B009 # torch does not export it
 _GroupName: Any = getattr(distributed_c10d, "GroupName", str)
 
 FAKE_BACKEND = "fake"
@@ -73,3 +77,21 @@ def open_fake_group(rank: int, world_size: int) -> None:
     """Opens a default process group with the fake backend: this process is ``rank``, the other ranks do not exist."""
     fakes = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group(FAKE_BACKEND, store=fakes.FakeStore(), rank=rank, world_size=world_size)
+
+
+def group_among(arguments: Sequence[Any]) -> dist.ProcessGroup | None:
+    """Returns the process group among the arguments of a collective operator. None if there is none."""
+    for argument in arguments:
+        if isinstance(argument, str):
+            try:
+                named: dist.ProcessGroup = _resolve(argument)
+            except (LookupError, RuntimeError):
+                continue  # the name of a reduction
+            return named
+        if isinstance(argument, torch.ScriptObject):
+            try:
+                unboxed: dist.ProcessGroup = dist.ProcessGroup.unbox(argument)
+            except RuntimeError:
+                continue  # another boxed object
+            return unboxed
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -51,9 +51,9 @@ def estimate_memory(
     kind = kind_taken(config.device)
     ranks = one_number(config.processes) or suggested_processes(config) or default_processes(kind)
     strategy = strategy_of(config, ranks)
-    _refuse_unknowable(config, strategy)
+    refuse_unknowable(config, strategy)
     built = resolve(task, BUILT_IN, options)()
-    found = _of_all(built, _of_two_steps(config), ranks, kind)
+    found = estimate_ranks(built, settings_of_two_steps(config), range(ranks), ranks, kind)
     return MemoryEstimate(
         task=built.name,
         strategy=str(strategy),
@@ -65,7 +65,7 @@ def estimate_memory(
     )
 
 
-def _of_two_steps(config: RunConfig) -> RunConfig:
+def settings_of_two_steps(config: RunConfig) -> RunConfig:
     """Returns the settings without those that do not affect the memory of a step and would need real values."""
     return config.replace(
         epochs=None,
@@ -88,7 +88,7 @@ def _of_two_steps(config: RunConfig) -> RunConfig:
     )
 
 
-def _refuse_unknowable(config: RunConfig, strategy: Strategy) -> None:
+def refuse_unknowable(config: RunConfig, strategy: Strategy) -> None:
     if config.compress == "powersgd":
         raise ConfigurationError(
             "what compress 'powersgd' holds depends on sums that are not there before the run: estimate without it; it "
@@ -114,16 +114,19 @@ def _refuse_unknowable(config: RunConfig, strategy: Strategy) -> None:
         )
 
 
-def _of_all(task: Task, config: RunConfig, ranks: int, kind: str) -> list[RankPeak]:
-    """Estimates all ranks. Pipeline ranks need messages of others, so they take turns until none is waiting."""
+def estimate_ranks(
+    task: Task, config: RunConfig, ranks: Sequence[int], world_size: int, kind: str
+) -> list[RankPeak]:
+    """Estimates some ranks of ``world_size``. Those of a pipeline need messages of each other, so they take turns until
+    none is waiting."""
     place, mail, found = FakeRank.from_kind(kind), PostOffice(), dict[int, RankPeak]()
-    waiting = list(range(ranks))
+    waiting = list(ranks)
     while waiting:
         before = len(waiting), mail.sent
         for rank in tuple(waiting):
             try:
                 with _quiet():
-                    found[rank] = estimate_rank(task, config, rank, ranks, place, mail)
+                    found[rank] = estimate_rank(task, config, rank, world_size, place, mail)
             except NotYetSentError:
                 continue
             waiting.remove(rank)
@@ -132,7 +135,7 @@ def _of_all(task: Task, config: RunConfig, ranks: int, kind: str) -> list[RankPe
                 f"ranks {waiting} of the pipeline wait for each other: no estimate can be made"
             )
         waiting.reverse()  # the last rank sends gradients back first
-    return [found[rank] for rank in range(ranks)]
+    return [found[rank] for rank in ranks]
 
 
 def _quiet() -> warnings.catch_warnings:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from evener.distributed.mesh import Mesh
 from evener.strategies.pipeline.p2p import P2PChannel
+from evener.tools.estimate.traffic import Traffic
 
 
 class NotYetSentError(Exception):
@@ -38,16 +39,18 @@ class PostOffice:
         """Number of messages sent so far."""
         return sum(map(len, self.messages.values()))
 
-    def line(self, mesh: Mesh, axis: str, device: torch.device) -> P2PChannel:
+    def line(self, mesh: Mesh, axis: str, device: torch.device, traffic: Traffic) -> P2PChannel:
         """Returns the channel of a rank. A new channel reads and repeats all messages from the start."""
-        return PretendedLine(self, mesh, axis, device)
+        return PretendedLine(self, mesh, axis, device, traffic)
 
 
 class PretendedLine(P2PChannel):
     """A channel whose sends complete at once. Received tensors are buffers without values."""
 
-    def __init__(self, office: PostOffice, mesh: Mesh, axis: str, device: torch.device) -> None:
-        self._office, self._own = office, mesh.rank
+    def __init__(
+        self, office: PostOffice, mesh: Mesh, axis: str, device: torch.device, traffic: Traffic
+    ) -> None:
+        self._office, self._own, self._traffic = office, mesh.rank, traffic
         self._ranks = mesh.ranks(axis)
         self._sent: dict[int, int] = defaultdict(int)
         self._heard: dict[int, int] = defaultdict(int)
@@ -55,6 +58,8 @@ class PretendedLine(P2PChannel):
         self._kept: list[Tensor] = []
 
     def send(self, tensors: Sequence[Tensor], to: int) -> None:
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._traffic.add("send", (self._own, self._ranks[to]), nbytes)
         self._kept += [tensor.detach().contiguous() for tensor in tensors]
 
     def receive(self, rooms: Sequence[Tensor], source: int) -> list[dist.Work | None]:

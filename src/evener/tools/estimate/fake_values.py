@@ -27,7 +27,10 @@ _PYTHON = str(Path(inspect.__file__).parent)
 _ON_THE_WAY = (
     __file__,
     _PYTHON,
-    *(f"{_EVENER}/{part}" for part in ("hardware/memory/", "torch_internals/", "nn/")),
+    *(
+        f"{_EVENER}/{part}"
+        for part in ("hardware/memory/", "torch_internals/", "nn/", "tools/estimate/traffic.py")
+    ),
 )
 
 _SAME = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -39,6 +40,7 @@ from evener.strategies.context import context
 from evener.strategies.pipeline.p2p import LINES
 from evener.strategies.sharded.exchange_order import Turns
 from evener.tools.estimate.fake_p2p import PostOffice
+from evener.tools.estimate.traffic import Traffic
 from evener.torch_internals.process_groups import FAKE_BACKEND, open_fake_group
 
 
@@ -48,10 +50,14 @@ class World:
     Args:
         device: Device of this rank's fake tensors.
         mail: Messages between pipeline stages so far.
+        traffic: Gets the messages of this rank.
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, mail: PostOffice) -> None:
+    def __init__(
+        self, rank: int, world_size: int, device: torch.device, mail: PostOffice, traffic: Traffic
+    ) -> None:
         self.rank, self.world_size, self.device, self.mail = rank, world_size, device, mail
+        self.traffic = traffic
         self.shared_nbytes = 0
         """Bytes of shared memory that this rank would allocate."""
 
@@ -74,7 +80,7 @@ class World:
                 (STOPWATCHES, kind, HostStopwatch),
                 (DELIVERIES, kind, lambda device, convert: NoTransfer(convert)),
                 (SUBSTITUTES, FAKE_BACKEND, Substitute(self._all_reduce, self._owners)),
-                (LINES, FAKE_BACKEND, self.mail.line),
+                (LINES, FAKE_BACKEND, partial(self.mail.line, traffic=self.traffic)),
             ]
             for registry, key, entry in registries:
                 stack.enter_context(mock.patch.dict(registry, {key: entry}))
@@ -91,12 +97,12 @@ class World:
             )
         if on_host and name != "native":
             self.shared_nbytes += shared_nbytes(group.size())
-        return FakeInPlaceSum(group, timeout_seconds)
+        return FakeInPlaceSum(group, timeout_seconds, self.traffic)
 
     def _owners(self, name: str | None, group: dist.ProcessGroup, timeout_seconds: float) -> RangeOwners:
         if self.device.type == "cpu" and name != "native":
             self._share(SHARED_NBYTES)
-            return InTheirPlace(group, self._share)
+            return InTheirPlace(group, self._share, self.traffic)
         return NativeOwners(group)
 
     def _share(self, nbytes: int) -> None:
@@ -139,7 +145,12 @@ class FakeInPlaceSum(AllReduce):
 
     name = "native"
 
+    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float, traffic: Traffic) -> None:
+        super().__init__(group, timeout_seconds)
+        self._group_of_traffic, self._traffic = group, traffic
+
     def start(self, tensor: Tensor) -> Work:
+        self._traffic.add_of_group("all_reduce", self._group_of_traffic, tensor.nbytes)
         return Done(tensor)
 
 
@@ -148,12 +159,14 @@ class InTheirPlace(RangeOwners):
 
     Args:
         share: Called with the number of bytes of shared memory that the ranks would allocate.
+        traffic: Gets the messages.
     """
 
     words = "shared-memory"
 
-    def __init__(self, group: dist.ProcessGroup, share: Callable[[int], None]) -> None:
+    def __init__(self, group: dist.ProcessGroup, share: Callable[[int], None], traffic: Traffic) -> None:
         self._rank, self._share, self._room_nbytes = group.rank(), share, 0
+        self._group, self._traffic = group, traffic
 
     def prepare(self, nbytes: int) -> None:
         self._room_nbytes = rooms_nbytes(nbytes)
@@ -164,11 +177,12 @@ class InTheirPlace(RangeOwners):
             return like.new_empty(count)
 
     def summed(self, flat: Tensor, sizes: Sequence[int]) -> Pending:
+        self._traffic.add_of_group("reduce_scatter", self._group, flat.nbytes)
         own = flat.new_empty(sizes[self._rank])
         return lambda: own
 
     def gather(self, flat: Tensor, sizes: Sequence[int]) -> None:
-        pass
+        self._traffic.add_of_group("all_gather", self._group, flat.nbytes)
 
 
 class Said(Exchange):

@@ -34,6 +34,7 @@ from evener.tools.estimate.fake_values import FakeValues
 from evener.tools.estimate.fake_world import World
 from evener.tools.estimate.result import RankMemory
 from evener.tools.estimate.steps import STEPS, CountedEngine, count_steps
+from evener.tools.estimate.traffic import Message, OperatorCalls, Traffic
 from evener.torch_internals.ddp import buckets_kept
 from evener.torch_internals.dispatch import exchangeable, fake_mode, without_fakes
 
@@ -67,6 +68,12 @@ class RankPeak:
     """Lines of the user's code that asked for a value."""
     built_for_real: bool
     """True if the model could be built with real tensors alone."""
+    flops: int
+    """Floating-point operations of a step, forward and backward, in products of matrices and convolutions."""
+    messages: tuple[Message, ...]
+    """The messages of a step."""
+    operators: int
+    """The number of operators of a step, views left out."""
 
 
 def estimate_rank(
@@ -81,8 +88,8 @@ def estimate_rank(
         ConfigurationError: If memory depends on values of tensors.
         NotYetSentError: If another rank must be estimated first.
     """
-    device = place.device
-    world, model = World(rank, world_size, device, mail), PretendedModel(task.model)
+    device, traffic = place.device, Traffic()
+    world, model = World(rank, world_size, device, mail, traffic), PretendedModel(task.model)
     pretended = replace(task, model=model)
     with ExitStack() as stack:
         mode, answers = fake_mode(), FakeValues()
@@ -107,8 +114,17 @@ def estimate_rank(
                 read=partial(_without_numbers, mode, device),
             )
         )
-        memory, batch = count_steps(engine, account, world.shared_nbytes)
-        return RankPeak(memory, batch.shares, frozenset(answers.asked), model.built_for_real)
+        stack.enter_context(OperatorCalls(traffic))
+        memory, batch = count_steps(engine, account, world.shared_nbytes, traffic.clear)
+        return RankPeak(
+            memory,
+            batch.shares,
+            frozenset(answers.asked),
+            model.built_for_real,
+            traffic.flops,
+            tuple(traffic.messages),
+            traffic.operators,
+        )
 
 
 @contextmanager

@@ -53,11 +53,17 @@ class CountedEngine(Engine):
             return batch
 
 
-def count_steps(engine: CountedEngine, account: MemoryTracker, shared: int = 0) -> tuple[RankMemory, Batch]:
+def count_steps(
+    engine: CountedEngine,
+    account: MemoryTracker,
+    shared: int = 0,
+    begin: Callable[[], None] = lambda: None,
+) -> tuple[RankMemory, Batch]:
     """Takes steps; returns the memory they needed and the last batch.
 
     Args:
         shared: Bytes of shared memory that are allocated in addition.
+        begin: Called before each step.
     """
     name_model(account, engine.learner)
     setup_peak = account.peak
@@ -66,6 +72,7 @@ def count_steps(engine: CountedEngine, account: MemoryTracker, shared: int = 0) 
             batch = next(batches)
             gc.collect()  # frees what PyTorch left in reference cycles when it chose operators
             account.reset_peak()
+            begin()
             engine.step(batch)
     rank, peak, at_peak = engine.session.rank, account.peak, account.at_peak()
     outside = sum(engine.learner.offloaded.peaks.values())

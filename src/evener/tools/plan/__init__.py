@@ -1,28 +1,40 @@
 """Plans: what a run will take in time and memory, in which way, and how many devices are worth it.
 
-=================  =============================================================================
-``candidates``     the ways to train that are compared
-``trials``         takes a few real steps in each way, on ranks of this machine
-``costs``          what a step costs, as functions of its samples; pure functions predict from it
-``measured``       the costs that trials show
-``plan``           puts it together
-``result``         the plan: ways, curve over devices, cost
-``text``           the plan in words
-=================  =============================================================================
+===============  ================================================================================
+``candidates``   the ways to train that are compared
+``trials``       takes a few real steps in each way, on ranks of this machine
+``measured``     the costs that trials show
+``calibration``  these costs as a file
+``work``         what a step takes in one way, whatever the devices: operations, messages, bytes
+``cluster``      machines that are not at hand
+``analytic``     the costs of a step on them
+``costs``        the time of a step that follows from costs, for any batch and any shares
+``plan``         makes a plan for this machine, ``for_cluster`` for others
+``result``       the plan: ways, the curve over devices
+``text``         the plan in words
+===============  ================================================================================
 """
 
+from evener.tools.plan.calibration import Calibration
+from evener.tools.plan.cluster import Cluster
+from evener.tools.plan.cluster_file import read_cluster
 from evener.tools.plan.costs import StepCosts, StepTime, step_time
+from evener.tools.plan.for_cluster import plan_for_cluster
 from evener.tools.plan.plan import calibrate, make_plan
 from evener.tools.plan.result import TrainingPlan, Way
 from evener.tools.plan.text import plan_text
 
 __all__ = [
+    "Calibration",
+    "Cluster",
     "StepCosts",
     "StepTime",
     "TrainingPlan",
     "Way",
     "calibrate",
     "make_plan",
+    "plan_for_cluster",
     "plan_text",
+    "read_cluster",
     "step_time",
 ]

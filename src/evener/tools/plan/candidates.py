@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evener.core.config.run_config import RunConfig
 
@@ -87,10 +87,21 @@ def _all_ways(ranks: int) -> Iterator[Candidate]:
         yield Candidate(ranks, "sharded", ("zero=3",), f"data=2,shard={half}")
         yield Candidate(ranks, "tensor", (), f"data={half},tensor=2")
         yield Candidate(ranks, "pipeline", (), f"pipeline=2,data={half}")
-    for name in ("context", "experts", "dimension"):
+    for name in SPECIAL:
         yield Candidate(ranks, name)
 
 
+def in_less_memory(ranks: int, batch_size: int) -> Iterator[Candidate]:
+    """Yields ways for a model of which no usual way fits: small micro-batches, and recomputed blocks."""
+    usual = Candidate(1, "single") if ranks == 1 else Candidate(ranks, "sharded", ("zero=3",))
+    micro_batch = max(ranks, batch_size // 8)
+    yield replace(usual, micro_batch=micro_batch)
+    yield replace(usual, recompute="blocks")
+    yield replace(usual, micro_batch=micro_batch, recompute="blocks")
+
+
+SPECIAL = ("context", "experts", "dimension")
+"""Strategies for models of some kinds. One that refuses the task is not tried again with other numbers of ranks."""
 NEVER_TRIED = {
     "layers, data_parallel": "one process that waits for each of its devices in turn; ranks are faster",
     "local_sgd, diloco": "another algorithm than the training of one device",

@@ -40,6 +40,8 @@ class StepCosts:
     """For each rank its passes, by its own samples."""
     parts: int
     """The number of shares of a batch. Ranks that compute the same samples have one together."""
+    blocking: Line = NOTHING
+    """Communication within the passes, as of tensor parallelism, by a rank's own samples."""
     rest: Line = NOTHING
     """Communication and whatever else comes after the passes, by the samples of the batch."""
     hidden: float = 0.0
@@ -131,7 +133,8 @@ def step_time(
     own = [shares[part_of(rank, costs.parts, len(lines))] for rank in range(len(lines))]
     took = [line(samples) or line.overhead_seconds for line, samples in zip(lines, own, strict=True)]
     compute = sum(took) / len(took)
-    communication = max(costs.exposed, costs.rest(batch_size) - costs.hidden * max(took))
+    communication = max(map(costs.blocking, own))
+    communication += max(costs.exposed, costs.rest(batch_size) - costs.hidden * max(took))
     return StepTime(
         tuple(shares),
         compute,

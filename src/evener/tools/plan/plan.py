@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -20,11 +21,13 @@ from evener.distributed.environment import default_processes, kind_taken
 from evener.errors import ConfigurationError, EvenerError
 from evener.hardware import accelerators
 from evener.tools.estimate import estimate_memory
-from evener.tools.plan.candidates import NEVER_TRIED, Candidate, candidates_for, numbers_of_ranks
+from evener.tools.plan.calibration import Calibration, this_machine
+from evener.tools.plan.candidates import NEVER_TRIED, SPECIAL, Candidate, candidates_for, numbers_of_ranks
 from evener.tools.plan.costs import StepCosts, StepTime, step_time
 from evener.tools.plan.measured import costs_of, repeat_spread
 from evener.tools.plan.result import TrainingPlan, Way
 from evener.tools.plan.trials import Refusal, Trial, run_trials
+from evener.tools.plan.work import knowable
 from evener.training.builtin_tasks import BUILT_IN
 
 SECONDS = 40.0
@@ -45,6 +48,7 @@ def make_plan(
     *,
     options: Mapping[str, Any] | None = None,
     seconds: float = SECONDS,
+    calibration: Calibration | None = None,
     **settings: Unpack[Settings],
 ) -> TrainingPlan:
     """Predicts the time of a step for each way to train a task on the devices of this machine.
@@ -57,73 +61,76 @@ def make_plan(
         config: The settings. ``settings`` override single ones.
         options: Keyword arguments of the task's function.
         seconds: About how long the trials may take.
+        calibration: What earlier trials have found; then none are made.
 
     Raises:
         ConfigurationError: If the settings cannot work together, or the task cannot be trained in any way.
     """
     began, config = time.monotonic(), (config or RunConfig()).replace(**settings)
     built = resolve(task, BUILT_IN, options)()
-    most = one_number(config.processes) or default_processes(kind_taken(config.device))
     batch_size = config.batch_size or built.batch_size
-    calibration = calibrate(task, config, numbers_of_ranks(most), batch_size, options, seconds)
-    ways = sorted(
-        (
-            Way(candidate, predicted(costs, candidate, config, batch_size), costs)
-            for candidate, costs in calibration.costs.items()
-        ),
-        key=lambda way: way.time.seconds,
-    )
+    if calibration is None:
+        calibration = calibrate(task, config, options=options, seconds=seconds)
+    ways = ways_of(calibration, config, batch_size)
     if not ways:
         reasons = "; ".join(f"{name}: {why}" for name, why in calibration.refused.items())
         raise ConfigurationError(f"{built.name} can be trained in no way that was tried: {reasons}")
     ways, notes = _with_memory(task, ways, config, batch_size, options)
-    devices = [accelerators.name_of(each) or each.type for each in _devices(kind_taken(config.device), most)]
     return TrainingPlan(
         task=built.name,
         batch_size=batch_size,
-        samples=_samples(built),
+        samples=samples_of(built),
         epochs=config.epochs or built.epochs,
         ways=tuple(sorted(ways, key=lambda way: (not way.fits, way.time.seconds))),
         refused=calibration.refused,
         left_out=NEVER_TRIED,
         repeat_spread=calibration.repeat_spread,
-        devices=tuple(devices),
+        devices=calibration.devices,
         seconds=time.monotonic() - began,
         notes=tuple(notes),
     )
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """What trials have found on this machine."""
-
-    costs: dict[Candidate, StepCosts]
-    refused: dict[str, str]
-    repeat_spread: float
+def ways_of(calibration: Calibration, config: RunConfig, batch_size: int) -> list[Way]:
+    """Returns the ways of a calibration that the settings allow, fastest first."""
+    wanted = config.strategy if isinstance(config.strategy, str) else "auto"
+    most = one_number(config.processes)
+    ways = [
+        Way(candidate, predicted(costs, candidate, config, batch_size), costs)
+        for candidate, costs in calibration.costs.items()
+        if (most is None or candidate.ranks <= most)
+        and (wanted == "auto" or candidate.ranks == 1 or candidate.strategy == wanted)
+    ]
+    return sorted(ways, key=lambda way: way.time.seconds)
 
 
 def calibrate(
     task: TaskLike,
     config: RunConfig,
-    numbers: Sequence[int],
-    batch_size: int,
+    numbers: Sequence[int] = (),
+    *,
     options: Mapping[str, Any] | None = None,
     seconds: float = SECONDS,
 ) -> Calibration:
-    """Takes a few steps in each way with each of the numbers of ranks.
+    """Takes a few steps in each way with several numbers of ranks, at two batch sizes.
 
     Args:
-        batch_size: The larger of the two batch sizes.
+        numbers: The numbers of ranks. By default from 1 to the processes of the settings.
         seconds: About how long this may take.
     """
+    kind, built = kind_taken(config.device), resolve(task, BUILT_IN, options)()
+    numbers = numbers or numbers_of_ranks(one_number(config.processes) or default_processes(kind))
+    batch_size, load = config.batch_size or built.batch_size, os.getloadavg()[0]
     asked = {ranks: _asked(ranks, config, batch_size) for ranks in numbers}
     each = (seconds - START_SECONDS * len(numbers)) / sum(map(len, asked.values())) - SETUP_SECONDS
     each = min(TRIAL_SECONDS[1], max(TRIAL_SECONDS[0], each))
     costs, refused, spreads = dict[Candidate, StepCosts](), dict[str, str](), list[float]()
-    began = time.monotonic()
+    began, hopeless = time.monotonic(), set[str]()
     for place, ranks in enumerate(numbers):
         left = max(0.0, seconds - (time.monotonic() - began)) / (len(numbers) - place)
-        trials, reasons = _tried(task, options, config, asked[ranks], each, left)
+        wanted = [pair for pair in asked[ranks] if pair[0].strategy not in hopeless]
+        trials, reasons = _tried(task, options, config, wanted, each, left)
+        hopeless |= {pair[0].strategy for pair in wanted if pair[0].words in reasons} & set(SPECIAL)
         refused |= reasons
         first = [trial for trial in trials if (trial.candidate, trial.batch_size) == asked[ranks][0]]
         spread = max((repeat_spread(one, first[0]) for one in first[1:]), default=0.0)
@@ -131,7 +138,9 @@ def calibrate(
         for candidate in dict.fromkeys(trial.candidate for trial in trials):
             of_candidate = [trial for trial in trials if trial.candidate == candidate]
             costs[candidate] = costs_of(of_candidate, spread)
-    return Calibration(costs, refused, max(spreads, default=0.0))
+    devices = tuple(accelerators.name_of(each) or each.type for each in _devices(kind, max(numbers)))
+    spread = max(spreads, default=0.0)
+    return Calibration(built.name, costs, refused, spread, devices, load, this_machine())
 
 
 def _asked(ranks: int, config: RunConfig, batch_size: int) -> list[tuple[Candidate, int]]:
@@ -184,7 +193,7 @@ def _with_memory(
         if fitting < ESTIMATED and not way.algorithm:
             try:
                 estimate = estimate_memory(
-                    task, _to_estimate(way.candidate, config, batch_size), options=options
+                    task, knowable(way.candidate).config(config, batch_size), options=options
                 )
             except ConfigurationError as error:
                 notes.append(f"no estimate of the memory of {way.candidate.words}: {error}")
@@ -196,13 +205,6 @@ def _with_memory(
             fitting += way.fits
         found.append(way)
     return found, notes
-
-
-def _to_estimate(candidate: Candidate, config: RunConfig, batch_size: int) -> RunConfig:
-    """Returns settings whose memory can be known before a run: stages of equal numbers of layers."""
-    if candidate.strategy == "pipeline" and not candidate.options:
-        candidate = replace(candidate, options=("balance=equal",))
-    return candidate.config(config, batch_size)
 
 
 def _memory_here(kind: str, rank: int) -> int | None:
@@ -217,7 +219,8 @@ def _devices(kind: str, ranks: int) -> list[torch.device]:
     return [torch.device(kind, rank % count) if count else torch.device("cpu") for rank in range(ranks)]
 
 
-def _samples(task: Task) -> int | None:
+def samples_of(task: Task) -> int | None:
+    """Returns the number of samples in an epoch. None for a stream."""
     try:
         return len(task.train)  # type: ignore[arg-type]
     except TypeError:

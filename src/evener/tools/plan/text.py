@@ -29,9 +29,7 @@ def _lines(plan: TrainingPlan, top: int, explain: bool) -> Iterator[str]:
     fitting = [way for way in plan.ways if way.fits and not way.algorithm]
     for way in fitting[:top]:
         yield from _way(plan, way, explain)
-    for way in (way for way in plan.ways if way.algorithm):
-        yield f"another algorithm, {way.algorithm}:"
-        yield from _way(plan, way, explain)
+    yield from _other_algorithm(plan, explain)
     for way in (way for way in plan.ways if not way.fits):
         yield f"does not fit: {way.candidate.words}: {reason(way)}"
     yield from _curve(plan)
@@ -58,6 +56,22 @@ def _way(plan: TrainingPlan, way: Way, explain: bool) -> Iterator[str]:
         yield f"{'':>12}  {terms}; shares {' + '.join(map(str, way.time.shares))}"
 
 
+def _other_algorithm(plan: TrainingPlan, explain: bool) -> Iterator[str]:
+    """Shows the fastest way that is another training than that of one device, if it is faster than all that are."""
+    other = next((way for way in plan.ways if way.algorithm), None)
+    points = plan.curve()
+    if other is None or not points or (plan.best and plan.best.time.seconds < other.time.seconds):
+        return
+    yield f"another algorithm, {other.algorithm}:"
+    yield from _way(plan, other, explain)
+    first = points[0].way.time.seconds
+    same = next((each for each in points if each.ranks == other.candidate.ranks), points[-1])
+    yield (
+        f"{'':>12}  synchronous on {same.ranks}: {same.speedup:.1f}x; this on {other.candidate.ranks}: "
+        f"{first / other.time.seconds:.1f}x"
+    )
+
+
 def _curve(plan: TrainingPlan) -> Iterator[str]:
     points, enough = plan.curve(), plan.enough()
     if len(points) < 2 or enough is None:
@@ -70,10 +84,12 @@ def _curve(plan: TrainingPlan) -> Iterator[str]:
 
 def _is_not_worth(point: CurvePoint, enough: CurvePoint) -> str:
     name, part = point.way.time.largest()
+    where = (
+        f"{part:.0%} of a step would be {name}" if part >= 0.1 else "smaller parts are not computed faster"
+    )
     if point.speedup < enough.speedup:
-        return f"are slower: with {point.ranks}, {part:.0%} of a step would be {name}"
-    adds = f"each up to {point.ranks} adds {point.added:.0%}"
-    return f"are not worth it: {adds}, and {part:.0%} of a step would be {name}"
+        return f"are slower: with {point.ranks}, {where}"
+    return f"are not worth it: each up to {point.ranks} adds {point.added:.0%}, and {where}"
 
 
 def _costs(plan: TrainingPlan) -> Iterator[str]:

@@ -96,7 +96,7 @@ def _on_rank(
 ) -> list[Trial | Refusal]:
     built = resolve(task, BUILT_IN, options)()
     found, refused, began = list[Trial | Refusal](), dict[Candidate, str](), time.perf_counter()
-    with Session(device=config.device, timeout_seconds=TIMEOUT_SECONDS) as session, _quiet():
+    with Session(device=config.device, timeout_seconds=TIMEOUT_SECONDS) as session, quiet():
         for candidate, batch_size in asked:
             if session.control.broadcast_object(time.perf_counter() - began) > most_seconds:
                 refused.setdefault(candidate, NO_TIME)
@@ -111,7 +111,7 @@ def _on_rank(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps back what strategies and models print."""
     with (
         open(os.devnull, "w") as nowhere,
