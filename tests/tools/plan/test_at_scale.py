@@ -218,6 +218,17 @@ def test_what_overlaps_backward_costs_only_what_backward_does_not_hide() -> None
     assert exposed == pytest.approx(steps_at_scale(long, 64).step_seconds[1] - 2 / 3, rel=0.01)
 
 
+def test_a_rank_begins_its_next_step_when_it_has_the_sum() -> None:
+    """On one clock for all steps. Ranks near the root of a tree have the sum earlier than others."""
+    model = replace(NOISY, inside=(0.05, 200e9), gradient_nbytes=0.0, ranks_of_host=13)
+    tree = StaggeredAllReduce("tree", model.topology(13), 0.0, model.network)
+    clock, generator = np.zeros(13), np.random.default_rng(0)
+    for _ in range(20):
+        clock = tree.finish_seconds(clock + model.computing_seconds(13, generator))
+    assert clock.min() < clock.max()
+    assert 20 * 13 / steps_at_scale(model, 13, "tree").samples_per_second == pytest.approx(clock.max())
+
+
 def test_more_noise_and_more_ranks_wait_longer() -> None:
     shares = [cost.waiting_share for cost in curve(NOISY, [8, 64, 512, 4096])]
     assert shares == sorted(shares)
