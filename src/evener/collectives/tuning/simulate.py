@@ -50,11 +50,18 @@ def simulate(schedule: Schedule, nbytes: float, network: Network) -> float:
     Raises:
         ValueError: If ``network`` has links for another number of hosts.
     """
+    each = seconds_of_rounds(schedule, nbytes, network)
+    return sum(stretch.times * seconds for stretch, seconds in zip(schedule.stretches, each, strict=True))
+
+
+def seconds_of_rounds(schedule: Schedule, nbytes: float, network: Network) -> list[float]:
+    """Returns the seconds of one round of each stretch, for an all-reduce of a buffer of ``nbytes``.
+
+    Raises:
+        ValueError: If ``network`` has links for another number of hosts.
+    """
     links = _Links(schedule.topology, network)
-    return sum(
-        stretch.times * links.seconds(schedule.bounds, stretch.round_at(0), nbytes)
-        for stretch in schedule.stretches
-    )
+    return [links.seconds(schedule.bounds, stretch.round_at(0), nbytes) for stretch in schedule.stretches]
 
 
 class _Links:
