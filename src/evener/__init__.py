@@ -7,6 +7,7 @@
     evener.fit("digits", processes=2)                       # a whole run
     evener.verify("digits", processes=3)                    # the proof that dividing the work changed nothing
     evener.estimate_memory("digits", processes=2)           # what it would take, without taking it
+    evener.make_plan("digits", processes=2)                 # how long a step takes, in which way, on how many devices
     evener.launch(function, processes=4)                    # a function of yours on every rank
 
     model, optimizer, loader, loss = evener.prepare(model, optimizer, loader, loss)     # a loop that there is
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from evener.distributed.session import Session
     from evener.errors import EvenerError
     from evener.tools.estimate import MemoryEstimate, estimate_memory
+    from evener.tools.plan import TrainingPlan, make_plan
     from evener.tools.verify import Verification, verify
     from evener.tools.verify_script import ScriptVerification, verify_script
     from evener.training.engine import Engine
@@ -79,6 +81,7 @@ __all__ = [
     "SumLoss",
     "Task",
     "Trained",
+    "TrainingPlan",
     "Verification",
     "accuracy",
     "barrier",
@@ -95,6 +98,7 @@ __all__ = [
     "launch",
     "load",
     "loss",
+    "make_plan",
     "nn",
     "no_sync",
     "prepare",
@@ -123,6 +127,7 @@ _HOMES = {
     "SumLoss": "core.losses",
     "Task": "core.task.task",
     "Trained": "training.run",
+    "TrainingPlan": "tools.plan",
     "Verification": "tools.verify",
     "accuracy": "core.losses",
     "barrier": "training.prepare.helpers",
@@ -139,6 +144,7 @@ _HOMES = {
     "launch": "distributed.launch.launch",
     "load": "training.prepare.checkpoint",
     "loss": "core.losses",
+    "make_plan": "tools.plan",
     "no_sync": "training.prepare.helpers",
     "prepare": "training.prepare.prepare",
     "print": "training.prepare.helpers",

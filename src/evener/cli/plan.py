@@ -47,7 +47,14 @@ def fill(parser: Parser) -> None:
         output, "--memory", action="store_true", help="bytes by rank and purpose alone, without trials"
     )
     parser.option(output, "--top", type=int, default=5, metavar="N", help="show the N fastest ways")
-    parser.option(output, "--explain", action="store_true", help="show the terms of each step")
+    parser.option(
+        output,
+        "--explain",
+        nargs="?",
+        const="",
+        metavar="RUN",
+        help="terms of each step; of RUN and --from: beside it",
+    )
     options.add_config_options(parser)
     options.add_shares_option(parser)
     options.add_json_option(parser, "the plan")
@@ -58,6 +65,8 @@ def execute(arguments: argparse.Namespace) -> int:
     config = options.config_of(arguments)
     if arguments.cluster and (arguments.source or arguments.save):
         raise ConfigurationError("--cluster predicts without trials: leave out --from and --save")
+    if arguments.explain:
+        return _explain(arguments)
     options.find_modules_here()
     from evener.files import write_json
 
@@ -68,11 +77,25 @@ def execute(arguments: argparse.Namespace) -> int:
         from evener.tools.plan import plan_text
 
         plan = _plan(arguments, config)
-        print(plan_text(plan, arguments.top, arguments.explain))
+        print(plan_text(plan, arguments.top, arguments.explain == ""))
         found["plan"], fits = plan.as_json(), fits and plan.best is not None
     if arguments.json is not None:
         write_json(arguments.json, found)
     return 0 if fits else 1
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    """Prints the terms of a run's steps beside the predicted ones. Returns exit status 1 if they are farther apart than
+    predicted."""
+    from evener.tools.plan import Calibration, compared_step
+
+    if not arguments.source:
+        raise ConfigurationError(
+            "--explain RUN compares with a plan that was saved: name it with --from FILE"
+        )
+    found = compared_step(Calibration.read(arguments.source), Path(arguments.explain))
+    print(found.table())
+    return 0 if found.is_within else 1
 
 
 def _memory(arguments: argparse.Namespace, config: RunConfig) -> tuple[dict[str, Any], bool]:

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from evener.cli import options
-from evener.cli.parsing import CommandHelp, Parser
+from evener.cli.parsing import CommandHelp, Parser, path
 from evener.core.config.run_config import RunConfig
 from evener.core.stdio import unheard
-from evener.errors import InterruptedRunError
+from evener.errors import ConfigurationError, DataError, InterruptedRunError
 from evener.training.reporting.width import fitted
 
 HELP = CommandHelp(
@@ -39,6 +39,13 @@ def fill(parser: Parser) -> None:
     options.add_task_options(parser)
     options.add_config_options(parser)
     options.add_shares_option(parser)
+    parser.option(
+        "devices",
+        "--plan",
+        type=path,
+        metavar="FILE",
+        help="train in the fastest way of evener plan TASK --save FILE",
+    )
     options.add_rendezvous_options(parser)
     options.add_json_option(parser, "the summary")
 
@@ -51,9 +58,16 @@ def execute(arguments: argparse.Namespace) -> int:
     options.find_modules_here()
     from evener.core.records import as_json
     from evener.files import write_json
+    from evener.tools.plan import chosen_way
+    from evener.tools.plan.text import prediction_text
     from evener.training.fit import fit
     from evener.training.reporting.terminal import summary_text
 
+    way = None
+    if arguments.plan is not None:
+        config, way = chosen_way(arguments.plan, config)
+        if speaks(os.environ):
+            print(prediction_text(arguments.plan, way), file=unheard(sys.stderr), flush=True)
     if config.run_dir is None:
         config = config.replace(run_dir=_resumed(config))
     with saying_how_to_continue(arguments.given):
@@ -66,9 +80,21 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     if trained.rank == 0:
         print(fitted(summary_text(trained.summary), sys.stdout), flush=True)
+        if way is not None and trained.summary.run_dir is not None:
+            print(_beside_prediction(arguments.plan, Path(trained.summary.run_dir)), flush=True)
         if arguments.json:
             write_json(arguments.json, as_json(trained.summary))
     return 0
+
+
+def _beside_prediction(plan: Path, run: Path) -> str:
+    """Returns a line that has what the steps of a run took, and what was predicted."""
+    from evener.tools.plan import Calibration, compared_step
+
+    try:
+        return f"  {compared_step(Calibration.read(plan), run).words()}"
+    except (ConfigurationError, DataError) as error:
+        return f"  not compared with the plan: {error}"
 
 
 @contextmanager

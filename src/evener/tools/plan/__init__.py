@@ -10,14 +10,18 @@
 ``analytic``     the costs of a step on them
 ``costs``        the time of a step that follows from costs, for any batch and any shares
 ``plan``         makes a plan for this machine, ``for_cluster`` for others
+``choice``       takes the fastest way of a saved calibration for a run
+``comparison``   a run beside its prediction
 ``result``       the plan: ways, the curve over devices
 ``text``         the plan in words
 ===============  ================================================================================
 """
 
 from evener.tools.plan.calibration import Calibration
+from evener.tools.plan.choice import chosen_way
 from evener.tools.plan.cluster import Cluster
 from evener.tools.plan.cluster_file import read_cluster
+from evener.tools.plan.comparison import ComparedStep, compared_step
 from evener.tools.plan.costs import StepCosts, StepTime, step_time
 from evener.tools.plan.for_cluster import plan_for_cluster
 from evener.tools.plan.plan import calibrate, make_plan
@@ -27,11 +31,14 @@ from evener.tools.plan.text import plan_text
 __all__ = [
     "Calibration",
     "Cluster",
+    "ComparedStep",
     "StepCosts",
     "StepTime",
     "TrainingPlan",
     "Way",
     "calibrate",
+    "chosen_way",
+    "compared_step",
     "make_plan",
     "plan_for_cluster",
     "plan_text",

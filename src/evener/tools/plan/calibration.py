@@ -24,6 +24,8 @@ class Calibration:
     """The costs of a step of a task in each way, on one machine."""
 
     task: str
+    batch_size: int
+    """The larger of the two batch sizes of the trials."""
     costs: dict[Candidate, StepCosts]
     refused: dict[str, str] = field(default_factory=dict)
     """What cannot train the task, or was not tried, with the reason."""

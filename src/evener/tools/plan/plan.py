@@ -17,7 +17,7 @@ from evener.core.config.process_range import one_number
 from evener.core.config.run_config import RunConfig
 from evener.core.config.sizes import parse_limits
 from evener.core.task.task import Task, TaskLike, resolve
-from evener.distributed.environment import default_processes, kind_taken
+from evener.distributed.environment import default_processes, kind_taken, usable_cores
 from evener.errors import ConfigurationError, EvenerError
 from evener.hardware import accelerators
 from evener.tools.estimate import estimate_memory
@@ -38,6 +38,8 @@ SETUP_SECONDS = 0.3
 """About how long it takes to set up a trial of a small model."""
 TRIAL_SECONDS = 0.05, 1.0
 """The least and the most that the steps of a trial take."""
+BUSY = 0.5
+"""A machine is busy if more programs than this part of its cores want to compute."""
 ESTIMATED = 5
 """So many of the fastest ways get an estimate of their memory."""
 
@@ -76,6 +78,11 @@ def make_plan(
         reasons = "; ".join(f"{name}: {why}" for name, why in calibration.refused.items())
         raise ConfigurationError(f"{built.name} can be trained in no way that was tried: {reasons}")
     ways, notes = _with_memory(task, ways, config, batch_size, options)
+    if calibration.load > BUSY * usable_cores():
+        notes.append(
+            f"{calibration.load:.1f} programs wanted to compute on {usable_cores()} cores when the trials began: times "
+            "are those of a busy machine, and uncertain"
+        )
     return TrainingPlan(
         task=built.name,
         batch_size=batch_size,
@@ -138,9 +145,10 @@ def calibrate(
         for candidate in dict.fromkeys(trial.candidate for trial in trials):
             of_candidate = [trial for trial in trials if trial.candidate == candidate]
             costs[candidate] = costs_of(of_candidate, spread)
+    refused = {name: why for name, why in refused.items() if name not in {each.words for each in costs}}
     devices = tuple(accelerators.name_of(each) or each.type for each in _devices(kind, max(numbers)))
     spread = max(spreads, default=0.0)
-    return Calibration(built.name, costs, refused, spread, devices, load, this_machine())
+    return Calibration(built.name, batch_size, costs, refused, spread, devices, load, this_machine())
 
 
 def _asked(ranks: int, config: RunConfig, batch_size: int) -> list[tuple[Candidate, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from evener.core.config.sizes import size_words
 from evener.tools.plan.result import CurvePoint, TrainingPlan, Way, reason
@@ -109,6 +110,13 @@ def _costs(plan: TrainingPlan) -> Iterator[str]:
     if plan.price_per_hour is not None:
         price = plan.price_per_hour * epoch * (plan.epochs or 1) / 3600
         yield f"at {plan.price_per_hour:g} an hour this costs {price:.2f}"
+
+
+def prediction_text(plan: Path, way: Way) -> str:
+    """Returns a line for the header of a run that trains by a plan."""
+    low, high = (seconds_text(way.time.quantile(part)) for part in (0.05, 0.95))
+    took = seconds_text(way.time.seconds)
+    return f"by {plan}: --strategy {way.candidate.words}, {took} a step ({low} to {high})"
 
 
 def _by_reason(refused: dict[str, str]) -> dict[str, list[str]]:

@@ -1,0 +1,63 @@
+"""Chooses how a run trains by a calibration that was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from evener.core.config.run_config import RunConfig
+from evener.distributed.environment import detect
+from evener.errors import ConfigurationError
+from evener.tools.plan.calibration import Calibration, this_machine
+from evener.tools.plan.plan import ways_of
+from evener.tools.plan.result import Way
+
+
+def chosen_way(path: Path, config: RunConfig) -> tuple[RunConfig, Way]:
+    """Returns the settings of a run in the fastest way of a calibration, and that way.
+
+    Ways count that have taken steps with at least as many samples, so that they do not run out of memory. With ranks
+    that another launcher has started, ways of their number count.
+
+    Raises:
+        ConfigurationError: If the settings say already how to train, or no way counts.
+        DataError: If the file is no calibration.
+    """
+    if config.strategy != "auto" or config.mesh or config.strategy_option:
+        raise ConfigurationError(
+            "a plan chooses the strategy: leave out strategy, strategy_option and mesh, or the plan"
+        )
+    if config.memory_limit or config.memory_limit_at:
+        raise ConfigurationError(
+            "a plan was tried without memory limits, so it may choose what does not fit: give the strategy yourself"
+        )
+    calibration = Calibration.read(path)
+    if calibration.machine != this_machine():
+        raise ConfigurationError(
+            f"{path} was made on another machine ({calibration.machine}; this is {this_machine()}): make one here with "
+            "evener plan TASK --save"
+        )
+    batch_size = config.batch_size or calibration.batch_size
+    world_size = detect().world_size
+    ways = [
+        way
+        for way in ways_of(calibration, config, batch_size)
+        if max(way.costs.sizes) >= batch_size
+        and way.candidate.micro_batch == config.samples_at_once
+        and way.candidate.recompute == config.recompute
+        and world_size in (1, way.candidate.ranks)
+    ]
+    if not ways:
+        tried = max((size for costs in calibration.costs.values() for size in costs.sizes), default=0)
+        ranks = f" on {world_size} ranks" if world_size > 1 else ""
+        raise ConfigurationError(
+            f"{path} has no way that was tried with batches of {batch_size}{ranks} and these settings, and none with "
+            f"more than {tried}: make a plan for this batch size"
+        )
+    best = ways[0]
+    chosen = config.replace(
+        strategy=best.candidate.strategy,
+        strategy_option=best.candidate.options,
+        mesh=best.candidate.mesh,
+        processes=best.candidate.ranks,
+    )
+    return chosen, best
