@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from benchmarks.virtual_clock import VirtualWorkers
 
 from evener.errors import DataError
 from evener.strategies.asynchronous.ledger import (
@@ -17,7 +18,6 @@ from evener.strategies.asynchronous.ledger import (
     ages,
     check_whole,
 )
-from tests.strategies.asynchronous.virtual_clock import VirtualWorkers
 
 
 def chaos(seed: int) -> VirtualWorkers:
@@ -69,6 +69,14 @@ def test_nobody_waits_for_a_slow_worker(rates: list[float]) -> None:
     ideal = ledger.size / sum(1 / rate for rate in rates)
     assert ideal / seconds > 0.95
     assert ledger.wasted == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, 16])
+def test_there_are_as_many_merges_as_batches(workers: int) -> None:
+    for seed in range(50):
+        ledger = Ledger(160 * workers, Terms(16 * workers, 16 * workers, 4), range(workers))
+        VirtualWorkers(ledger, [1.0 + seed % 3] * workers, seed).run()
+        assert len(ledger.merges) == 10
 
 
 def test_a_stuck_worker_stops_nobody() -> None:
