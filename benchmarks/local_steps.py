@@ -64,6 +64,11 @@ SENDERS: dict[str, dict[str, Any]] = {
 }
 
 
+def layered() -> nn.Module:
+    """A network of layers of equal size, for a fragment has whole parameters."""
+    return mlp(512, *[700] * 8)
+
+
 def sent_nbytes() -> dict[str, tuple[float, float]]:
     """Bytes of 100 batches, and of the greatest message of a merge or a step, for each way."""
     found = {}
@@ -71,7 +76,7 @@ def sent_nbytes() -> dict[str, tuple[float, float]]:
     with Session(device="cpu") as session:
         for name, settings in SENDERS.items():
             config = RunConfig(allreduce="native", epochs=2, check_replicas=0, **settings)
-            task = _task(lambda: mlp(512, 1000, 1000, 1000), data, 8)
+            task = _task(layered, data, 8)
             with Engine(task, config, session=session) as engine:
                 batches, before = engine.batches(), 0
                 for batch in batches:

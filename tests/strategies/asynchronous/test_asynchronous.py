@@ -259,8 +259,13 @@ def test_damping_changes_nothing_if_ages_are_equal() -> None:
 @pytest.mark.parametrize("buffer", [1, 30])
 def test_the_buffer_says_how_many_samples_an_update_has(ranks: Any, buffer: int) -> None:
     found = on(ranks, 2, everything, strategy=Asynchronous(buffer=buffer, sync_every=100, staleness=-1))
-    sizes = [sum(each.size for each in held) for section in found[2] for held in section[:-1]]
-    assert all(buffer <= size < buffer + 16 for size in sizes)
+    for section in found[2]:
+        merged = 0
+        for held in section[:-1]:
+            *before, last = [merged + sum(each.size for each in held[: n + 1]) for n in range(len(held))]
+            assert all(size // buffer == merged // buffer for size in before)
+            assert last // buffer > merged // buffer
+            merged = last
     assert found[3][-1] == pytest.approx(
         0.02 * 0.95 ** (2 * math.ceil(SAMPLES / 12))
     )  # it counts samples, not updates

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from benchmarks.virtual_clock import VirtualWorkers
 
 from evener.errors import DataError
 from evener.strategies.asynchronous.ledger import (
@@ -17,7 +18,6 @@ from evener.strategies.asynchronous.ledger import (
     ages,
     check_whole,
 )
-from tests.strategies.asynchronous.virtual_clock import VirtualWorkers
 
 
 def chaos(seed: int) -> VirtualWorkers:
@@ -81,6 +81,14 @@ def test_gradients_are_as_old_as_the_warning_of_a_small_buffer_says(
     found = ages(ledger.merges)
     told = workers - 1 if staleness is None else min(workers - 1, staleness)
     assert 0.6 * told < sum(found) / len(found) < 1.1 * told
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, 16])
+def test_there_are_as_many_merges_as_batches(workers: int) -> None:
+    for seed in range(50):
+        ledger = Ledger(160 * workers, Terms(16 * workers, 16 * workers, 4), range(workers))
+        VirtualWorkers(ledger, [1.0 + seed % 3] * workers, seed).run()
+        assert len(ledger.merges) == 10
 
 
 def test_a_stuck_worker_stops_nobody() -> None:

@@ -1,8 +1,8 @@
 """The ledger of a section: which worker computes which samples, and which merge holds them.
 
 A section is a stretch of the global order that workers compute at their own pace. A worker *leases* a range of it,
-reads the weights, computes, and pushes gradients. Pushed gradients are *pending* until those of ``buffer`` samples are
-there; then they merge, which makes the next *version* of the weights::
+reads the weights, computes, and pushes gradients. Pushed gradients are *pending* until all gradients of the section so
+far pass the next multiple of ``buffer`` samples; then they merge, which makes the next *version* of the weights::
 
     free ──draw──▶ leased ──begin──▶ begun at version v ──push──▶ pending ──merge──▶ merged: version v + 1, v + 2 ...
       ▲               │                  │                  │
@@ -127,7 +127,8 @@ class Terms:
     batch_size: int
     """The number of samples that all workers together lease at about the same time."""
     buffer: int
-    """The number of samples in a merge, at least."""
+    """The number of samples in a merge, on average: one is due each time the samples so far pass a multiple of it. If
+    every merge had at least so many, a section would have fewer merges than synchronous training has batches."""
     staleness: int | None
     """The largest age of gradients in a merge, in versions. None means no bound."""
     damping: float = 0.0
@@ -240,7 +241,8 @@ class Ledger:
     def is_due(self) -> bool:
         """Returns True if the pending gradients merge now."""
         pending = sum(each.size for each in self._pending)
-        return pending >= self.terms.buffer or 0 < pending == self.size - self.merged
+        is_passed = (self.merged + pending) // self.terms.buffer > self.merged // self.terms.buffer
+        return is_passed or 0 < pending == self.size - self.merged
 
     def merge(self) -> None:
         """Makes the next version of the pending gradients, in the order in which they came."""

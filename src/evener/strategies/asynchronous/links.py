@@ -3,8 +3,11 @@
 Messages go through a gloo group of their own, from and to host memory, so that a rank on a GPU needs no stream for
 them. For each worker of another rank a thread of the server's rank waits for requests, and answers them::
 
-    rank 1    request: 8 numbers ─ row ─ gradients ──▶ thread of rank 1 on rank 0 ──▶ server.trade
-              reply:   8 numbers ─ row ─ weights   ◀──
+    rank 1    request: numbers and row ─ gradients ──▶ thread of rank 1 on rank 0 ──▶ server.trade
+              reply:   numbers and row ─ weights   ◀──
+
+Where a message is expected, gloo sends it at once. Otherwise its two ends have to agree first, which on some machines
+takes as long as computing a small range. So a range costs few messages, and gradients and weights are always expected.
 
 If a connection breaks, the server takes back what the worker had leased, and the others go on.
 """
@@ -25,6 +28,8 @@ from evener.strategies.asynchronous.server import ParameterServer, Pushed, Reply
 _NUMBERS = 8
 _TRADE, _DRAW = 0.0, 1.0
 _BEGUN, _REVOKED, _OVER = 0.0, 1.0, 2.0
+_NUMERIC, _TENSORS = 0, 1
+"""Tags of messages."""
 _NONE = -1
 
 
@@ -58,35 +63,51 @@ class _Messages:
 
     def __init__(self, group: dist.ProcessGroup, peer: int, layout: FlatLayout) -> None:
         self._group, self._peer = group, peer
-        self._room = layout.empty("cpu")
+        self.room = layout.empty("cpu")
+        self._short = len(layout.parameters)
+        """The length of a row that goes with the numbers. A longer one is a message of its own."""
+        self._expected: list[dist.Work] = []
+
+    def expect(self) -> None:
+        """Makes ready for flat tensors, which come with one of the next messages."""
+        self._expected = [self._receive(flat, _TENSORS) for flat in self.room]
 
     def send(self, numbers: list[float], row: Tensor | None, flats: list[Tensor] | None) -> None:
-        size = 0 if row is None else row.numel()
-        padded = [*numbers, *[0.0] * (_NUMBERS - 2 - len(numbers)), float(size), float(flats is not None)]
-        self._send(torch.tensor(padded, dtype=torch.float64))
-        if row is not None and size:
-            self._send(row)
-        for flat in flats or ():
-            self._send(flat.cpu())
+        row = torch.empty(0, dtype=torch.float64) if row is None else row
+        head = torch.zeros(_NUMBERS + self._short, dtype=torch.float64)
+        head[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        head[_NUMBERS - 2], head[_NUMBERS - 1] = row.numel(), flats is not None
+        is_short = row.numel() <= self._short
+        if is_short:
+            head[_NUMBERS : _NUMBERS + row.numel()] = row
+        sent = [self._send(each, _NUMERIC) for each in ([head] if is_short else [head, row])]
+        sent += [self._send(flat.cpu(), _TENSORS) for flat in flats or ()]
+        for each in sent:
+            each.wait()
 
     def receive(self) -> tuple[list[float], Tensor, list[Tensor]]:
-        """Returns what the other rank has sent. The flat tensors are valid until the next call."""
-        header = torch.empty(_NUMBERS, dtype=torch.float64)
-        self._receive(header)
-        *numbers, size, has_flats = header.tolist()
-        row = torch.empty(int(size), dtype=torch.float64)
-        if size:
-            self._receive(row)
-        flats = self._room if has_flats else []
-        for flat in flats:
-            self._receive(flat)
-        return numbers, row, flats
+        """Returns what the other rank has sent. The flat tensors are valid until the next call of `expect`."""
+        head = torch.empty(_NUMBERS + self._short, dtype=torch.float64)
+        self._receive(head, _NUMERIC).wait()
+        *numbers, size, has_flats = head[:_NUMBERS].tolist()
+        row = head[_NUMBERS : _NUMBERS + int(size)]
+        if size > self._short:
+            row = torch.empty(int(size), dtype=torch.float64)
+            self._receive(row, _NUMERIC).wait()
+        if has_flats:
+            for each in self._expected:
+                each.wait()
+        return numbers, row, self.room if has_flats else []
 
-    def _send(self, tensor: Tensor) -> None:
-        dist.send(tensor, group=self._group, group_dst=self._peer)
+    def _send(self, tensor: Tensor, tag: int) -> dist.Work:
+        work = dist.isend(tensor, group=self._group, group_dst=self._peer, tag=tag)
+        assert work is not None
+        return work
 
-    def _receive(self, tensor: Tensor) -> None:
-        dist.recv(tensor, group=self._group, group_src=self._peer)
+    def _receive(self, tensor: Tensor, tag: int) -> dist.Work:
+        work = dist.irecv(tensor, group=self._group, group_src=self._peer, tag=tag)
+        assert work is not None
+        return work
 
 
 class RemoteLink(ServerLink):
@@ -97,6 +118,7 @@ class RemoteLink(ServerLink):
 
     def trade(self, pushed: Pushed | None, begin: int | None) -> Reply:
         number = _NONE if begin is None else begin
+        self._messages.expect()
         if pushed is None:
             self._messages.send([_TRADE, number, _NONE], None, None)
         else:
@@ -160,9 +182,10 @@ class Serving:
         pushed = None if number == _NONE else Pushed(int(number), terms, total, row, gradients)
         reply = self._server.trade(worker, pushed, None if begin == _NONE else int(begin))
         if reply.lease is not None:
+            messages.expect()  # the gradients of the lease
             messages.send([_BEGUN, *_numbers(reply.lease)], reply.row, reply.weights)
             return True
-        messages.send([_REVOKED if reply.revoked else _OVER], None, None)
+        messages.send([_REVOKED if reply.revoked else _OVER], None, messages.room)  # it expects tensors
         return reply.revoked
 
 

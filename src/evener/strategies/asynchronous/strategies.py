@@ -26,13 +26,13 @@ from evener.strategies.synchronizer import Synchronizer
 class Asynchronous(Strategy):
     """Asynchronous training with a parameter server: each rank computes at its own pace, and nobody waits.
 
-    Gradients merge when those of ``buffer`` samples are there, from whichever rank, weighted by the terms of the loss
-    (buffered asynchronous aggregation: Nguyen et al., 2022, arXiv:2106.06639). With a staleness of 0 and a buffer of a
-    batch it is the same training as ``ddp``.
+    Gradients merge each time those of ``buffer`` more samples are there, from whichever rank, weighted by the terms of
+    the loss (buffered asynchronous aggregation: Nguyen et al., 2022, arXiv:2106.06639). With a staleness of 0 and a
+    buffer of a batch it is the same training as ``ddp``.
     """
 
     buffer: int = 0
-    """The number of samples in an update of the weights. 0 means those of a batch."""
+    """The number of samples in an update of the weights, on average. 0 means those of a batch."""
     staleness: int = 4
     """The largest age of gradients in an update, in versions of the weights. -1 means any."""
     sync_every: int = 100

@@ -29,6 +29,8 @@ class VirtualWorkers:
     deaths: float = 0.0
     joins: float = 0.0
     now: float = 0.0
+    over: float = 0.0
+    """The time of the last merge."""
     died: int = 0
     wasted: int = 0
     """Samples computed in vain before the last replacement."""
@@ -61,6 +63,7 @@ class VirtualWorkers:
                 self.ledger.push(done, self.now)
                 while self.ledger.is_due():
                     self.ledger.merge()
+                    self.over = self.now
                 if dead and not self.ledger.is_over and draw.random() < self.joins:
                     events = self._restarted()
                     dead.clear()
