@@ -35,7 +35,7 @@ README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 BLOCK = re.compile(
     r"(?:^<!-- test: (?P<how>skip,|after|file) (?P<what>\S[^\n]*?) -->\n)?"
-    r"^```(?P<language>sh|python|json)\n(?P<text>.*?)^```$"
+    r"^```(?P<language>sh|python|json|toml)\n(?P<text>.*?)^```$"
     r"(?:\n+^```(?:text)?\n(?P<shown>.*?)^```$)?",
     re.M | re.S,
 )

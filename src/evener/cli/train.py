@@ -68,6 +68,8 @@ def execute(arguments: argparse.Namespace) -> int:
         config, way = chosen_way(arguments.plan, config)
         if speaks(os.environ):
             print(prediction_text(arguments.plan, way), file=unheard(sys.stderr), flush=True)
+    elif config.strategy == "auto":
+        config = _fitting(arguments, config)
     if config.run_dir is None:
         config = config.replace(run_dir=_resumed(config))
     with saying_how_to_continue(arguments.given):
@@ -85,6 +87,16 @@ def execute(arguments: argparse.Namespace) -> int:
         if arguments.json:
             write_json(arguments.json, as_json(trained.summary))
     return 0
+
+
+def _fitting(arguments: argparse.Namespace, config: RunConfig) -> RunConfig:
+    """Returns settings with which the run fits into memory, if those given do not and others do."""
+    from evener.tools.plan import fitting_strategy
+
+    config, words = fitting_strategy(arguments.task, config, options.task_options_of(arguments))
+    if words and speaks(os.environ):
+        print(words, file=unheard(sys.stderr), flush=True)
+    return config
 
 
 def _beside_prediction(plan: Path, run: Path) -> str:

@@ -11,6 +11,7 @@
 ``costs``        the time of a step that follows from costs, for any batch and any shares
 ``plan``         makes a plan for this machine, ``for_cluster`` for others
 ``choice``       takes the fastest way of a saved calibration for a run
+``fitting``      a strategy for a model that does not fit with the default one
 ``comparison``   a run beside its prediction
 ``result``       the plan: ways, the curve over devices
 ``text``         the plan in words
@@ -23,6 +24,7 @@ from evener.tools.plan.cluster import Cluster
 from evener.tools.plan.cluster_file import read_cluster
 from evener.tools.plan.comparison import ComparedStep, compared_step
 from evener.tools.plan.costs import StepCosts, StepTime, step_time
+from evener.tools.plan.fitting import fitting_strategy
 from evener.tools.plan.for_cluster import plan_for_cluster
 from evener.tools.plan.plan import calibrate, make_plan
 from evener.tools.plan.result import TrainingPlan, Way
@@ -39,6 +41,7 @@ __all__ = [
     "calibrate",
     "chosen_way",
     "compared_step",
+    "fitting_strategy",
     "make_plan",
     "plan_for_cluster",
     "plan_text",

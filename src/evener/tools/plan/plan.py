@@ -207,7 +207,7 @@ def _with_memory(
                 notes.append(f"no estimate of the memory of {way.candidate.words}: {error}")
             else:
                 limits = parse_limits(config.memory_limit, way.candidate.ranks)
-                own = [each or _memory_here(estimate.device, rank) for rank, each in enumerate(limits)]
+                own = [each or memory_here(estimate.device, rank) for rank, each in enumerate(limits)]
                 worst = max(estimate.ranks, key=lambda each: each.needed - (own[each.rank] or 2**62))
                 way = replace(way, needed=worst.needed, limit=own[worst.rank])
             fitting += way.fits
@@ -215,7 +215,7 @@ def _with_memory(
     return found, notes
 
 
-def _memory_here(kind: str, rank: int) -> int | None:
+def memory_here(kind: str, rank: int) -> int | None:
     """Returns the bytes of the accelerator that a rank of this machine has. None on a CPU."""
     count = accelerators.count(kind) if kind != "cpu" else 0
     whole = accelerators.memory_of(torch.device(kind, rank % count)) if count else None

@@ -65,10 +65,13 @@ class TrainingPlan:
     """What a plan has found."""
 
     task: str
+    """Name of the task."""
     batch_size: int
+    """Samples of a batch, over all ranks."""
     samples: int | None
     """Samples in an epoch. None for a stream."""
     epochs: int | None
+    """Epochs of the run."""
     ways: tuple[Way, ...]
     """Fastest first. Those that do not fit come last."""
     refused: dict[str, str] = field(default_factory=dict)
@@ -84,6 +87,7 @@ class TrainingPlan:
     seconds: float = 0.0
     """What it took to make the plan."""
     notes: tuple[str, ...] = ()
+    """Limits of the plan, in words."""
 
     @property
     def best(self) -> Way | None:
