@@ -64,5 +64,5 @@ def test_ways_are_tried_compared_and_written(capsys: pytest.CaptureFixture[str])
     assert plan["ways"][0]["measured"]
     assert plan["ways"][0]["needed"] > 2**20
     assert plan["curve"][0]["speedup"] == 1.0
-    assert any("evener.nn.Experts" in why for why in plan["refused"].values())
+    assert plan["refused"].keys() >= {"context --processes 2", "experts --processes 2"}
     assert plan["ways"][0]["options"] in capsys.readouterr().out
