@@ -51,3 +51,18 @@ def test_what_a_user_gets_wrong(
 ) -> None:
     assert main(arguments) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ways_are_tried_compared_and_written(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("plan", "digits", "--processes", "2", "--device", "cpu", "--budget", "8")
+    assert main([*arguments, "--json", "plan.json", "--memory-limit", "1GiB"]) == 0
+    plan: dict[str, Any] = json.loads(Path("plan.json").read_text())["plan"]
+    assert {way["ranks"] for way in plan["ways"]} == {1, 2}
+    times = [way["seconds"]["p50"] for way in plan["ways"]]
+    assert times == sorted(times)
+    assert plan["ways"][0]["measured"]
+    assert plan["ways"][0]["needed"] > 2**20
+    assert plan["curve"][0]["speedup"] == 1.0
+    assert plan["refused"].keys() >= {"context --processes 2", "experts --processes 2"}
+    assert plan["ways"][0]["options"] in capsys.readouterr().out

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median, pstdev
+from itertools import pairwise
+from statistics import mean, median, pstdev
 
 from evener.balance.time_model import Line
 from evener.tools.plan.costs import StepCosts, part_of
@@ -12,10 +13,10 @@ from evener.tools.plan.trials import Trial
 
 
 def costs_of(trials: Sequence[Trial], spread: float) -> StepCosts:
-    """Returns the costs of the candidate of ``trials``, which differ in their batch sizes.
+    """Returns the costs of the candidate of ``trials``: a few with each of several batch sizes.
 
     Args:
-        spread: The relative difference of two trials that were the same.
+        spread: The relative difference of two trials that were the same, of another candidate.
     """
     ranks, parts = trials[0].candidate.ranks, len(trials[0].shares)
     compute = tuple(
@@ -29,8 +30,8 @@ def costs_of(trials: Sequence[Trial], spread: float) -> StepCosts:
         parts,
         rest=line_through([(size, max(0.0, seconds)) for size, seconds in rest]),
         input=line_through(inputs),
-        spread=math.hypot(spread / math.sqrt(2), within),
-        sizes=tuple(each.batch_size for each in trials),
+        spread=math.hypot(math.sqrt(mean(each**2 for each in [spread, *_repeats(trials)])), within),
+        sizes=tuple(sorted({each.batch_size for each in trials})),
     )
 
 
@@ -53,6 +54,14 @@ def line_through(points: Sequence[tuple[float, float]]) -> Line:
 def repeat_spread(first: Trial, again: Trial) -> float:
     """Returns the relative difference of two trials of the same candidate and batch size."""
     return abs(math.log(again.seconds / first.seconds))
+
+
+def _repeats(trials: Sequence[Trial]) -> list[float]:
+    """Returns the differences of successive trials with the same batch size. A run later on differs as much."""
+    sizes = {each.batch_size for each in trials}
+    return [
+        repeat_spread(*pair) for size in sizes for pair in pairwise(t for t in trials if t.batch_size == size)
+    ]
 
 
 def _own(trial: Trial, rank: int) -> int:

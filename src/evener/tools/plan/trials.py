@@ -27,6 +27,10 @@ from evener.training.engine import Engine
 WARM_STEPS = 2
 """Steps before those that count. In them the optimizer makes its state and buckets are laid out."""
 LEAST_STEPS, MOST_STEPS = 4, 40
+ROUNDS = 2
+"""So often each trial is made, with all others in between. A machine is often slower for some seconds, and what is
+tried just then would look slower than the rest. In later rounds the fastest ways come first, as long as there is
+time."""
 TIMEOUT_SECONDS = 60.0
 NO_TIME = "there was no time to try it"
 
@@ -52,6 +56,11 @@ class Trial:
     def seconds(self) -> float:
         return median(self.steps)
 
+    @property
+    def pace(self) -> float:
+        """Seconds for each sample."""
+        return self.seconds / self.batch_size
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -73,8 +82,11 @@ def run_trials(
 
     Args:
         asked: Candidates of one number of ranks, each with a batch size.
-        seconds: About how long each trial takes its steps.
+        seconds: About how long each of them takes its steps, in all rounds together.
         most_seconds: No further trial begins after this time.
+
+    Returns:
+        The trials, each at most as often as there are rounds, and refusals.
 
     Raises:
         RankError: If a rank died.
@@ -95,19 +107,23 @@ def _on_rank(
     most_seconds: float,
 ) -> list[Trial | Refusal]:
     built = resolve(task, BUILT_IN, options)()
-    found, refused, began = list[Trial | Refusal](), dict[Candidate, str](), time.perf_counter()
+    found, refused, began = list[Trial](), dict[Candidate, str](), time.perf_counter()
     with Session(device=config.device, timeout_seconds=TIMEOUT_SECONDS) as session, quiet():
-        for candidate, batch_size in asked:
-            if session.control.broadcast_object(time.perf_counter() - began) > most_seconds:
-                refused.setdefault(candidate, NO_TIME)
-            if candidate not in refused:
-                try:
-                    found.append(_one(built, candidate, batch_size, config, session, seconds))
-                except EvenerError as error:
-                    refused[candidate] = str(error)
-                except Exception as error:  # of the model, which may not bear to be divided so
-                    refused[candidate] = f"{type(error).__name__}: {error}"
-    return found + [Refusal(*each) for each in refused.items()]
+        for _ in range(ROUNDS):
+            paces = session.control.broadcast_object({each.candidate: each.pace for each in found})
+            for candidate, batch_size in sorted(asked, key=lambda pair: paces.get(pair[0], 0.0)):
+                if session.control.broadcast_object(time.perf_counter() - began) > most_seconds:
+                    refused.setdefault(candidate, NO_TIME)
+                if candidate not in refused:
+                    try:
+                        found.append(_one(built, candidate, batch_size, config, session, seconds / ROUNDS))
+                    except EvenerError as error:
+                        refused[candidate] = str(error)
+                    except Exception as error:  # of the model, which may not bear to be divided so
+                        refused[candidate] = f"{type(error).__name__}: {error}"
+    tried = {each.candidate for each in found}
+    late = {each for each, reason in refused.items() if reason == NO_TIME and each in tried}
+    return [*found, *(Refusal(*each) for each in refused.items() if each[0] not in late)]
 
 
 @contextmanager
@@ -142,13 +158,15 @@ def _one(
                     wanted = round(seconds / max(taken[-1], 1e-6))
                     left = session.control.broadcast_object(min(MOST_STEPS, max(LEAST_STEPS, wanted)))
         counted = [step.record() for step in records[WARM_STEPS + 1 :]]
+        whole = max(each.samples for each in counted)  # the last batch of an epoch is smaller
+        kept = [place for place, each in enumerate(counted) if each.samples == whole]
         return Trial(
             candidate,
             batch_size,
-            counted[-1].shares,
-            tuple(taken[WARM_STEPS + 1 :]),
-            _medians([each.compute_seconds for each in counted]),
-            _medians([each.input_seconds for each in counted]),
+            counted[kept[-1]].shares,
+            tuple(taken[WARM_STEPS + 1 + place] for place in kept),
+            _medians([counted[place].compute_seconds for place in kept]),
+            _medians([counted[place].input_seconds for place in kept]),
             setup,
         )
 

@@ -1,0 +1,331 @@
+"""How far predictions of ``evener plan`` are from what steps take, in ways and at sizes that its trials never saw.
+
+    python -m benchmarks.plan [--tasks "NAME;NAME"] [--seconds S] [--only time,memory] [--json FILE]
+    python -m benchmarks.plan --summary FILE FILE ...
+
+Each task is calibrated once, with 1 to 4 CPU ranks. Before and after, real steps are taken in each case, on ranks that
+are started anew for each number of them. So the difference of these two repeats stands beside each error. The measured
+time is the mean of the repeats, and each is the median of its steps.
+
+=========  ============================================================================================
+seen       all ways at the batch size of the calibration; the regret is the time of the plan's first one
+           over that of the fastest, and their median error, which all ways share, is called the machine's drift
+batch      batches of half, twice and three times that size
+throttle   a rank at half or a quarter of its speed, with equal, fixed and learned shares
+micro      batches that are cut into micro-batches
+=========  ============================================================================================
+
+``memory`` gives ranks the memory that the estimate says they need, counts those that run out, and compares peaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.interleaved import machine
+from benchmarks.memory_models import task_of
+from evener.core.config.run_config import RunConfig
+from evener.distributed.launch.launch import launch
+from evener.distributed.session import Session
+from evener.errors import EvenerError
+from evener.tools.estimate import estimate_memory
+from evener.tools.plan.calibration import Calibration
+from evener.tools.plan.candidates import Candidate, candidates_for
+from evener.tools.plan.costs import StepTime, step_time
+from evener.tools.plan.plan import calibrate, predicted
+from evener.tools.plan.trials import quiet
+from evener.training.engine import Engine
+
+TASKS = {"convolutions": 64, "ResNet": 8, "LSTM": 16, "embeddings": 512, "GPT, tied": 8}
+"""Batch sizes at which a step of one rank takes 5 to 60 ms on 2 cores."""
+NUMBERS = 1, 2, 3, 4
+SIZES = 0.5, 2, 3
+KINDS = "seen", "batch", "throttle", "micro"
+STEPS, SECONDS = 20, (0.5, 2.0)
+"""Each repeat takes so many steps, but for at least and at most so long."""
+WARM_STEPS, LEARNING_STEPS = 5, 50
+TIMEOUT_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is predicted and measured."""
+
+    kind: str
+    candidate: Candidate
+    batch_size: int
+    throttle: str | None = None
+    balance: str = "equal"
+
+    @property
+    def words(self) -> str:
+        """The options of ``evener train`` that ask for it."""
+        shares = f" --throttle {self.throttle} --balance {self.balance}" if self.throttle else ""
+        return f"{self.candidate.words}{shares}"
+
+    def config(self) -> RunConfig:
+        base = RunConfig(device="cpu", throttle=self.throttle, balance=self.balance)
+        return self.candidate.config(base, self.batch_size)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prediction beside its measurements, in seconds."""
+
+    task: str
+    kind: str
+    words: str
+    batch_size: int
+    predicted: float
+    low: float
+    high: float
+    measured: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        return statistics.geometric_mean(self.measured)
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.seconds - 1
+
+    @property
+    def repeat_spread(self) -> float:
+        return max(self.measured) / min(self.measured) - 1
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the interval holds it."""
+        return self.low <= self.seconds <= self.high
+
+
+def task_named(name: str) -> Any:
+    """The task, as a function that ranks can be sent."""
+    times = 6 * TASKS[name] // task_of(name, "AdamW").batch_size  # whole batches of every size in an epoch
+    return partial(task_of, name, "AdamW", times)
+
+
+def cases_of(ways: Sequence[Candidate], batch_size: int) -> Iterator[Case]:
+    """All ways at the calibrated size, each at one other size, and the usual ones in all."""
+    for place, way in enumerate(ways):
+        yield Case("seen", way, batch_size)
+        for k, times in enumerate(SIZES):
+            if (way.strategy in ("single", "ddp") and way.ranks < 3) or place % len(SIZES) == k:
+                yield Case("batch", way, int(batch_size * times))
+    one, two = Candidate(1, "single"), Candidate(2, "ddp")
+    for balance in ("equal", "auto", "2,1"):
+        yield Case("throttle", two, batch_size, "1,0.5", balance)
+    zero = Candidate(2, "sharded", ("zero=2",))
+    yield Case("throttle", zero, 2 * batch_size, "1,0.25", "auto")
+    yield Case("micro", replace(one, micro_batch=batch_size // 2), batch_size)
+    yield Case("micro", replace(two, micro_batch=batch_size // 2), batch_size)
+    yield Case("micro", replace(two, micro_batch=batch_size // 2), 2 * batch_size)
+
+
+def way_of(case: Case) -> Candidate:
+    """What was calibrated for the case: micro-batches were not."""
+    return replace(case.candidate, micro_batch=None)
+
+
+def prediction(calibration: Calibration, case: Case) -> StepTime:
+    """As a plan makes it; with further passes for micro-batches."""
+    costs = calibration.costs[way_of(case)]
+    if case.candidate.micro_batch is None:
+        return predicted(costs, way_of(case), case.config(), case.batch_size)
+    return step_time(costs, case.batch_size, passes=-(-case.batch_size // case.candidate.micro_batch))
+
+
+def steps_on_rank(task: Any, cases: Sequence[Case]) -> list[float | None]:
+    """The median seconds of a step in each case, None where the task cannot be trained so."""
+    built, found, refused = task(), list[float | None](), set[Candidate]()
+    with Session(device="cpu", timeout_seconds=TIMEOUT_SECONDS) as session, quiet():
+        for case in cases:
+            try:
+                found.append(None if case.candidate in refused else _median_step(built, case, session))
+            except EvenerError:
+                refused.add(case.candidate)
+                found.append(None)
+    return found
+
+
+def _median_step(task: Any, case: Case, session: Session) -> float:
+    warm = LEARNING_STEPS if case.balance == "auto" else WARM_STEPS
+    with Engine(task, case.config(), session=session) as engine, closing(engine.batches()) as batches:
+        for _ in range(warm):
+            began = time.perf_counter()
+            engine.step(next(batches))
+        once = time.perf_counter() - began
+        count = math.ceil(max(SECONDS[0] / once, min(STEPS, SECONDS[1] / once)))
+        taken, last = list[float](), time.perf_counter()
+        for _ in range(session.control.broadcast_object(count)):
+            engine.step(next(batches))
+            now = time.perf_counter()
+            taken.append(now - last)
+            last = now
+        return statistics.median(taken)
+
+
+def measured(task: Any, cases: Sequence[Case]) -> dict[Case, float | None]:
+    """The seconds of a step in each case."""
+    found: dict[Case, float | None] = {}
+    for ranks in NUMBERS:
+        own = [case for case in cases if case.candidate.ranks == ranks]
+        took = launch(steps_on_rank, task, own, processes=ranks, device="cpu")[0]
+        found |= zip(own, took, strict=True)
+    return found
+
+
+def compared(name: str, seconds: float) -> list[Row]:
+    """The rows of a task."""
+    task, batch_size = task_named(name), TASKS[name]
+    cases = list(cases_of([way for ranks in NUMBERS for way in candidates_for(ranks)], batch_size))
+    before = measured(task, cases)
+    calibration = calibrate(task, RunConfig(device="cpu", batch_size=batch_size), NUMBERS, seconds=seconds)
+    cases = [case for case in cases if before[case] is not None and way_of(case) in calibration.costs]
+    after = measured(task, cases)
+    rows = []
+    for case in cases:
+        step = prediction(calibration, case)
+        interval = step.quantile(0.05), step.quantile(0.95)
+        took = [each for each in (before[case], after[case]) if each is not None]
+        rows.append(Row(name, case.kind, case.words, case.batch_size, step.seconds, *interval, tuple(took)))
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each case."""
+    lines = [
+        "| task | what | way | batch | predicted | 90 % interval | measured | error | repeats |",
+        "|---" * 9 + "|",
+    ]
+    for row in rows:
+        interval = f"{row.low * 1e3:.1f} to {row.high * 1e3:.1f}"
+        cells = [row.task, row.kind, f"`{row.words}`", str(row.batch_size), f"{row.predicted * 1e3:.1f} ms"]
+        cells += [interval, f"{row.seconds * 1e3:.1f} ms", f"{row.error:+.1%}", f"{row.repeat_spread:.1%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Errors by kind, and the regret of the plans' first ways."""
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    seen = {task: [row for row in rows if row.task == task and row.kind == "seen"] for task in tasks}
+    drifts = {task: statistics.median(row.error for row in seen[task]) for task in tasks}
+    groups = {kind: [row for row in rows if row.kind == kind] for kind in KINDS}
+    groups["all unseen"] = [row for row in rows if row.kind != "seen"]
+    lines = [
+        "| what | cases | median error | mean | p95 | without drift | mean | p95 | intervals hold | repeats |",
+        "|---" * 10 + "|",
+    ]
+    for name, group in groups.items():
+        errors = [abs(row.error) for row in group]
+        steady = [abs((1 + row.error) / (1 + drifts[row.task]) - 1) for row in group]
+        cells = [name, str(len(group)), *_three(errors), *_three(steady)]
+        cells += [f"{statistics.mean(row.is_held for row in group):.0%}"]
+        cells += [f"{statistics.median(row.repeat_spread for row in group):.1%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    regrets = {}
+    for task in tasks:
+        first = min(seen[task], key=lambda row: row.predicted)
+        regrets[task] = first.seconds / min(row.seconds for row in seen[task]) - 1
+    found = list(regrets.values())
+    regret = ", ".join(f"{task} {each:.1%}" for task, each in regrets.items())
+    drift = ", ".join(f"{task} {each:+.1%}" for task, each in drifts.items())
+    lines.append(f"\nDrift, the median error of the seen ways: {drift}")
+    lines.append(f"Regret: mean {statistics.mean(found):.1%}, p95 {_p95(found):.1%} ({regret})")
+    return "\n".join(lines)
+
+
+def _three(errors: Sequence[float]) -> list[str]:
+    return [f"{each:.1%}" for each in (statistics.median(errors), statistics.mean(errors), _p95(errors))]
+
+
+def _p95(values: Sequence[float]) -> float:
+    return sorted(values)[math.ceil(0.95 * len(values)) - 1]
+
+
+def memory_on_rank(task: Any, config: RunConfig) -> tuple[tuple[int, ...], int]:
+    """Peak bytes of all ranks in a few steps, and how often they ran out and tried with smaller pieces."""
+    peaks, retries = list[tuple[int, ...]](), 0
+    with (
+        Session(device="cpu", timeout_seconds=TIMEOUT_SECONDS) as session,
+        quiet(),
+        Engine(task(), config, session=session) as engine,
+        closing(engine.batches()) as batches,
+    ):
+        for _ in range(WARM_STEPS):
+            step = engine.step(next(batches))
+            peaks.append(step.record().memory_peak)
+            retries += sum(map(int, step.retries))
+    return tuple(map(max, zip(*peaks, strict=True))), retries
+
+
+def memory_table(names: Sequence[str]) -> str:
+    """For each case the bytes of the rank that needs the most, and what it took."""
+    lines = ["| task | way | batch | predicted | took | error | ran out |", "|---" * 7 + "|"]
+    errors, short = [], 0
+    for name in names:
+        task, size = task_named(name), TASKS[name]
+        ways = [Candidate(1, "single"), Candidate(2, "ddp"), Candidate(2, "sharded", ("zero=2",))]
+        cases = [Case("memory", way, 2 * size) for way in [*ways, Candidate(3, "sharded", ("zero=3",))]]
+        for case in cases:
+            estimate = estimate_memory(task, case.config())
+            said = [rank.needed - rank.shared for rank in estimate.ranks]
+            limits = ",".join(map(str, said))
+            settings, why, took = case.config().replace(memory_limit=limits), "no", 0
+            try:
+                ranks = launch(memory_on_rank, task, settings, processes=case.candidate.ranks, device="cpu")
+            except (EvenerError, torch.OutOfMemoryError) as error:
+                why = str(error)
+            else:
+                took, why = max(ranks[0][0]), f"{ranks[0][1]} times" if ranks[0][1] else "no"
+                errors.append(abs(max(said) / took - 1))
+            short += why != "no"
+            error_text = f"{max(said) / took - 1:+.1%}" if took else "-"
+            cells = [name, f"`{case.words}`", str(case.batch_size), f"{max(said) / 2**20:.1f} MiB"]
+            lines.append(f"| {' | '.join([*cells, f'{took / 2**20:.1f} MiB', error_text, why])} |")
+    mean = f"{statistics.mean(errors):.1%}" if errors else "-"
+    lines.append(f"\n{short} of {len(lines) - 2} ran out; mean error of the peak {mean}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--tasks", type=lambda text: text.split(";"), default=list(TASKS), metavar="NAME;NAME"
+    )
+    parser.add_argument("--seconds", type=float, default=90.0, help="for the trials of each task")
+    parser.add_argument("--only", default="time,memory")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--summary", type=Path, nargs="+", metavar="FILE", help="join files of --json")
+    given: Any = parser.parse_args(arguments)
+    print(machine(), flush=True)
+    rows = list[Row]()
+    if given.summary:
+        found = [json.loads(path.read_text()) for path in given.summary]
+        rows = [Row(**row | {"measured": tuple(row["measured"])}) for each in found for row in each]
+    elif "time" in given.only:
+        for name in given.tasks:
+            rows += compared(name, given.seconds)
+            if given.json:
+                given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    if rows:
+        print(table(rows), summary(rows), sep="\n\n", flush=True)
+    if "memory" in given.only and not given.summary:
+        print(memory_table(given.tasks), flush=True)
+
+
+if __name__ == "__main__":
+    main()

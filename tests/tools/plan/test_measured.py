@@ -1,0 +1,82 @@
+"""Costs are fitted to trials."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.tools.plan.candidates import Candidate
+from evener.tools.plan.costs import step_time
+from evener.tools.plan.measured import costs_of, line_through, repeat_spread
+from evener.tools.plan.trials import Trial
+
+numbers = st.floats(0.0, 1.0)
+sizes = st.lists(st.integers(1, 1000), min_size=2, max_size=5, unique=True)
+
+
+def trial(
+    batch_size: int, seconds: float, compute: tuple[float, ...], waits: float = 0.0, parts: int | None = None
+) -> Trial:
+    ranks, parts = len(compute), parts or len(compute)
+    shares = (batch_size // parts,) * parts
+    return Trial(Candidate(ranks, "ddp"), batch_size, shares, (seconds,) * 9, compute, (waits,) * ranks, 0.1)
+
+
+@given(numbers, numbers, sizes)
+def test_a_line_is_exact_through_points_of_a_line(fixed: float, each: float, at: list[int]) -> None:
+    line = line_through([(x, fixed + each * x) for x in at])
+    for x in at:
+        assert line(x) == pytest.approx(fixed + each * x, abs=1e-9)
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), numbers), max_size=6))
+def test_a_line_has_no_negative_numbers(points: list[tuple[int, float]]) -> None:
+    line = line_through(points)
+    assert line.overhead_seconds >= 0
+    assert line.seconds_per_sample >= 0
+
+
+def test_through_one_point_it_is_in_proportion() -> None:
+    line = line_through([(10, 0.5)])
+    assert (line(10), line(20)) == (0.5, 1.0)
+
+
+def test_repeats_at_a_size_count_by_their_mean() -> None:
+    line = line_through([(10, 1.0), (10, 3.0), (30, 4.0)])
+    assert [line(10), line(30)] == pytest.approx([2.0, 4.0])
+
+
+@given(st.sampled_from([1, 2, 3]), numbers, numbers)
+def test_steps_that_were_tried_are_predicted_exactly(ranks: int, fixed: float, rest: float) -> None:
+    def took(size: int) -> Trial:
+        own = fixed + 0.01 * size / ranks
+        return trial(size, own + rest + 0.02, (own,) * ranks, 0.02)
+
+    costs = costs_of([took(12), took(48)], 0.1)
+    assert costs.sizes == (12, 48)
+    for size in (12, 24, 48, 96):
+        assert step_time(costs, size).seconds == pytest.approx(took(size).seconds)
+
+
+def test_ranks_that_share_samples_are_fitted_by_their_part() -> None:
+    tried = [trial(size, 0.1 * size, (0.05 * size, 0.1 * size), parts=1) for size in (4, 16)]
+    costs = costs_of(tried, 0.0)
+    assert costs.parts == 1
+    assert [line.seconds_per_sample for line in costs.compute] == pytest.approx([0.05, 0.1])
+
+
+def test_what_repeats_differ_by_is_the_spread() -> None:
+    calm = costs_of([trial(8, 1.0, (0.9,)), trial(8, 1.0, (0.9,))], 0.0)
+    wild = costs_of([trial(8, 1.0, (0.9,)), trial(8, 1.5, (0.9,))], 0.0)
+    assert calm.spread == 0.0
+    assert wild.spread == pytest.approx(math.log(1.5) / math.sqrt(2))
+    assert costs_of([trial(8, 1.0, (0.9,))], 0.2).spread == pytest.approx(0.2)
+
+
+def test_the_difference_of_two_trials_has_no_direction() -> None:
+    one, other = trial(8, 1.0, (0.9,)), trial(8, 1.1, (0.9,))
+    assert repeat_spread(one, other) == pytest.approx(math.log(1.1))
+    assert repeat_spread(other, one) == pytest.approx(math.log(1.1))

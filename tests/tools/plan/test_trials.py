@@ -1,0 +1,89 @@
+"""Trials on ranks of this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from benchmarks.drawn import rand
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from evener.core.config.run_config import RunConfig
+from evener.core.task.task import Task
+from evener.tools.plan.candidates import Candidate
+from evener.tools.plan.trials import LEAST_STEPS, ROUNDS, Refusal, Trial, run_trials
+
+CONFIG = RunConfig(device="cpu")
+ONE, TWO = Candidate(1, "single"), Candidate(2, "ddp")
+
+
+class Refusing(nn.Linear):
+    """Bears only whole batches of 8."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) != 8:
+            raise ValueError(f"{len(inputs)} samples are not 8")
+        return super().forward(inputs)
+
+
+def small(model: type[nn.Linear] = nn.Linear) -> Task:
+    data = TensorDataset(rand(36, 4), rand(36, 2))
+    return Task(
+        model=lambda: model(4, 2),
+        loss=nn.MSELoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        train=data,
+        batch_size=8,
+    )
+
+
+def refusing() -> Task:
+    return small(Refusing)
+
+
+def test_trials_alternate_and_have_only_whole_batches() -> None:
+    """The last batch of each epoch has 4 samples."""
+    found = run_trials(small, None, CONFIG, [(ONE, 8), (ONE, 4)], 0.02, 60.0)
+    trials = [each for each in found if isinstance(each, Trial)]
+    assert [each.batch_size for each in trials] == [8, 4] * ROUNDS
+    for each in trials:
+        assert each.shares == (each.batch_size,)
+        assert len(each.steps) >= LEAST_STEPS // 2
+        assert 0 < each.compute[0] < each.seconds < each.setup
+        assert each.pace == pytest.approx(each.seconds / each.batch_size)
+
+
+def test_without_time_it_is_a_reason() -> None:
+    found = run_trials(small, None, CONFIG, [(ONE, 8)], 0.02, -1.0)
+    assert [type(each) for each in found] == [Refusal]
+    assert "time" in found[0].reason  # type: ignore[union-attr]
+
+
+def test_an_error_of_the_model_is_a_reason() -> None:
+    (found,) = run_trials(refusing, None, CONFIG, [(ONE, 12)], 0.02, 60.0)
+    assert isinstance(found, Refusal)
+    assert "12 samples are not 8" in found.reason
+
+
+@pytest.mark.slow
+def test_ranks_try_what_they_can_and_say_why_they_cannot() -> None:
+    experts = Candidate(2, "experts")
+    found = run_trials(small, None, CONFIG, [(TWO, 8), (experts, 8), (TWO, 4)], 0.02, 60.0)
+    trials = [each for each in found if isinstance(each, Trial)]
+    assert [each.shares for each in trials] == [(4, 4), (2, 2)] * ROUNDS
+    assert all(len(each.compute) == len(each.input) == 2 for each in trials)
+    (refusal,) = (each for each in found if isinstance(each, Refusal))
+    assert refusal.candidate == experts
+    assert "evener.nn.Experts" in refusal.reason
+
+
+@pytest.mark.slow
+def test_an_error_of_the_model_on_all_ranks_is_a_reason_and_trials_go_on() -> None:
+    """Each of two ranks gets half of a batch, and the last of an epoch has 4 samples."""
+    found = run_trials(refusing, None, CONFIG, [(TWO, 12), (replace(TWO, strategy="sharded"), 16)], 0.0, 60.0)
+    reasons = {each.candidate: each.reason for each in found if isinstance(each, Refusal)}
+    assert "6 samples are not 8" in reasons.pop(TWO)
+    assert "2 samples are not 8" in reasons.popitem()[1]
+    assert not reasons
