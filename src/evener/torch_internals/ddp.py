@@ -2,7 +2,8 @@
 
 - ``_get_ddp_logging_data`` returns bucket sizes. It is the only view of the reducer's collectives, which run in C++.
 - ``_rebuild_buckets`` rebuilds the buckets before the second forward pass, in the order of gradients. C++ reads that
-  order from the memory of a tensor, and a fake tensor has none. The new buckets have the same total size.
+  order from the memory of a tensor, and a fake tensor has none. ``_ddp_init_helper`` makes the first buckets, with
+  ``_compute_bucket_assignment_by_size``.
 - ``_distributed_broadcast_coalesced`` is the method that broadcasts buffers. The option that turns this off is public,
   but torch 2.13 renamed it.
 - ``_set_params_and_buffers_to_ignore_for_model`` names the parameters that DDP ignores. DDP has no option for it.
@@ -46,6 +47,25 @@ def no_buffer_broadcast() -> dict[str, Any]:
 
 @contextmanager
 def buckets_kept() -> Iterator[None]:
-    """Keeps DDP from rebuilding its buckets during the block."""
-    with mock.patch.object(dist.Reducer, "_rebuild_buckets", return_value=False):
+    """Keeps DDP from rebuilding its buckets during the block.
+
+    The first buckets are those that it would rebuild if gradients came in the reverse order of the parameters. Of
+    itself, DDP begins with one bucket for all parameters, which it only uses in the first step.
+    """
+    init: Any = DistributedDataParallel._ddp_init_helper
+    assign = dist._compute_bucket_assignment_by_size
+
+    def with_buckets(model: Any, *args: Any, **options: Any) -> None:
+        def assigned(tensors: list[Any], _: Any, sparse: list[bool], *rest: Any) -> Any:
+            buckets, limits = assign(tensors[::-1], [model.bucket_bytes_cap], sparse[::-1], *rest)
+            last = len(tensors) - 1
+            return [[last - place for place in bucket] for bucket in reversed(buckets)], limits[::-1]
+
+        with mock.patch.object(dist, "_compute_bucket_assignment_by_size", assigned):
+            init(model, *args, **options)
+
+    with (
+        mock.patch.object(dist.Reducer, "_rebuild_buckets", return_value=False),
+        mock.patch.object(DistributedDataParallel, "_ddp_init_helper", with_buckets),
+    ):
         yield

@@ -104,15 +104,30 @@ def may_resize(function: Any) -> bool:
     return of_out or any(word in schema.name for word in ("resize", "set_"))
 
 
+def named_arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call by their names; none for an operator that takes functions as arguments."""
+    schema = _schema_of(function)
+    names = () if schema is None else [argument.name for argument in schema.arguments]
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
 def written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Returns the arguments that the call writes into; empty for an operator that takes functions as arguments."""
     schema = _schema_of(function)
     arguments = () if schema is None else schema.arguments
-    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
+    given = named_arguments(function, args, kwargs)
     return [given[argument.name] for argument in arguments if argument.is_write and argument.name in given]
 
 
 # Fake tensors
+
+
+def device_asked(function: Any, args: Sequence[Any]) -> torch.device | None:
+    """Returns the device, if the operator asks a fake tensor for its device. No mode needs to see this, and it comes
+    more often than all others together."""
+    if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        return args[0].fake_device
+    return None
 
 
 def fake_mode() -> Any:

@@ -73,7 +73,9 @@ class RankPeak:
     messages: tuple[Message, ...]
     """The messages of a step."""
     operators: int
-    """The number of operators of a step, views left out."""
+    """The number of operators of the passes, views left out."""
+    moved: int
+    """Bytes that these operators read and write."""
 
 
 def estimate_rank(
@@ -89,7 +91,8 @@ def estimate_rank(
         NotYetSentError: If another rank must be estimated first.
     """
     device, traffic = place.device, Traffic()
-    world, model = World(rank, world_size, device, mail, traffic), PretendedModel(task.model)
+    world = World(rank, world_size, device, mail, traffic, on_host=place.rounding == "cpu")
+    model = PretendedModel(task.model)
     pretended = replace(task, model=model)
     with ExitStack() as stack:
         mode, answers = fake_mode(), FakeValues()
@@ -115,6 +118,8 @@ def estimate_rank(
             )
         )
         stack.enter_context(OperatorCalls(traffic))
+        hook = engine.learner.optimizer.register_step_pre_hook(traffic.updating)
+        stack.callback(hook.remove)
         memory, batch = count_steps(engine, account, world.shared_nbytes, traffic.clear)
         return RankPeak(
             memory,
@@ -124,6 +129,7 @@ def estimate_rank(
             traffic.flops,
             tuple(traffic.messages),
             traffic.operators,
+            traffic.moved,
         )
 
 

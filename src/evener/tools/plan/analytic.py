@@ -2,7 +2,7 @@
 
 ::
 
-    passes     operations / (peak of the card x efficiency)
+    passes     operations / (peak of the card x efficiency) + bytes that operators move / memory bandwidth
     messages   rounds x latency + bytes / bandwidth      of a ring, within machines first and then between them
     update     bytes of weights, gradients and optimizer state that it reads and writes / memory bandwidth
 
@@ -17,7 +17,9 @@ the levels are those of NCCL's documentation). A scatter of sums or a gather is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from evener.balance.time_model import Line
 from evener.errors import ConfigurationError
@@ -26,11 +28,11 @@ from evener.tools.plan.cluster import Cluster, PlannedCard, PlannedLink
 from evener.tools.plan.costs import UNMEASURED_SPREAD, StepCosts
 from evener.tools.plan.work import RankWork, StepWork
 
-EFFICIENCY = 0.45
-"""The part of a card's peak that training reaches: published runs of large models report 35 to 55 % (model FLOPs
-utilization in the Llama 3 paper, arXiv:2407.21783: 38 to 43 %)."""
-MEASURED_EFFICIENCY = 0.7
-"""The same as a part of the measured speed of products of large matrices."""
+EFFICIENCY = 0.6
+"""The part of a card's peak that products reach in training, a round figure. With the bytes that operators move it
+gives large language models about 40 % of the peak, as published (Llama 3, arXiv:2407.21783: 38 to 43 %)."""
+MEASURED_EFFICIENCY = 0.8
+"""The same as a part of the measured speed of products of large matrices, a round figure."""
 START_SECONDS = 6e-6
 """About what it takes the host to give an accelerator an operator in PyTorch's eager mode: a round figure."""
 HIDDEN = 0.55
@@ -57,25 +59,29 @@ def costs_of_work(work: StepWork, cluster: Cluster, dtype: str, efficiency: floa
     Raises:
         ConfigurationError: If a card cannot compute in this type, as far as is known.
     """
-    layout, stages = work.layout, len(work.ranks)
-    cards = [card for _, card in cluster.ranks[: layout.world_size]]
-    own = [work.ranks[layout.place(rank)["pipeline"] % stages] for rank in range(layout.world_size)]
-    compute = tuple(_passes(each, card, dtype, efficiency) for each, card in zip(own, cards, strict=True))
-    slowest = max(work.ranks, key=lambda each: each.flops)
-    teams = {frozenset(team) for team in layout.data_axis(0).teams}
-    inside = [m for m in slowest.messages if any(set(m.ranks) <= team for team in teams)]
-    between = [m for m in slowest.messages if m not in inside]
-    blocking = sum(message_seconds(each, cluster) for each in inside)
-    hideable = [message_seconds(each, cluster) for each in between]
+    layout, stages, data = work.layout, len(work.ranks), work.layout.data_axis(0)
+    # Ranks that share a part of the batch are next to each other in the costs.
+    order = range(layout.world_size) if data.is_whole else [rank for team in data.teams for rank in team]
+    cards = [cluster.ranks[rank][1] for rank in order]
+    own = [work.ranks[layout.place(rank)["pipeline"] if stages > 1 else 0] for rank in order]
+    pairs = [(id(each), id(card)) for each, card in zip(own, cards, strict=True)]
+    different = {pair: (each, card) for pair, each, card in zip(pairs, own, cards, strict=True)}
+    passes = {pair: _passes(*each, dtype, efficiency) for pair, each in different.items()}
+    slowest, team = max(work.ranks, key=lambda each: each.flops), set(data.team)
+    inside = [m for m in slowest.messages if len(m.ranks) <= len(team) and team.issuperset(m.ranks)]
+    between = [m for m in slowest.messages if len(m.ranks) > len(team) or not team.issuperset(m.ranks)]
+    times = MessageTimes(cluster)
+    blocking = sum(map(times.seconds, inside))
+    hideable = [*map(times.seconds, between)]
     gathers = any(each.kind == "all_gather" for each in between)
     return StepCosts(
-        compute,
-        layout.data_axis(0).degree,
-        blocking=Line(0.0, blocking / slowest.samples),
+        tuple(passes[pair] for pair in pairs),
+        data.degree,
+        blocking=Line(0.0, blocking / max(1, slowest.samples)),
         rest=Line(sum(hideable), 0.0),
         hidden=HIDDEN_GATHERS if gathers else HIDDEN,
         exposed=hideable[-1] if hideable else 0.0,
-        update=max(update_seconds(each, card) for each, card in zip(own, cards, strict=True)),
+        update=max(update_seconds(*each) for each in different.values()),
         bubble=_bubble(work.ranks[0].messages, stages),
         spread=UNMEASURED_SPREAD,
     )
@@ -83,9 +89,9 @@ def costs_of_work(work: StepWork, cluster: Cluster, dtype: str, efficiency: floa
 
 def _passes(work: RankWork, card: PlannedCard, dtype: str, efficiency: float | None) -> Line:
     """Returns the passes of a rank. On an accelerator they take at least as long as the host takes to start them."""
-    seconds = work.flops / speed_of(card, dtype, efficiency)
+    seconds = work.flops / speed_of(card, dtype, efficiency) + work.moved / card.memory_bytes_per_second
     started = 0.0 if card.kind == "cpu" else work.operators * START_SECONDS
-    return Line(max(0.0, started - seconds), seconds / work.samples)
+    return Line(max(0.0, started - seconds), seconds / max(1, work.samples))
 
 
 def speed_of(card: PlannedCard, dtype: str, efficiency: float | None = None) -> float:
@@ -104,31 +110,52 @@ def update_seconds(work: RankWork, card: PlannedCard) -> float:
     return (3 * work.parameters + 2 * work.optimizer) / card.memory_bytes_per_second
 
 
-def message_seconds(message: Message, cluster: Cluster) -> float:
-    """Returns the seconds of a message, or of a collective operation."""
-    machines = [cluster.ranks[rank][0] for rank in message.ranks]
-    places = list(dict.fromkeys(machines))
-    most = max(machines.count(each) for each in places)
-    if message.kind == "send":
-        link = cluster.link(*message.ranks)
-        return link.latency_seconds + message.nbytes / link.bytes_per_second
-    times, found = _WHOLE[message.kind], 0.0
-    if most > 1:
-        link = _slowest_inside(message.ranks, machines, cluster)
-        found += times * (most - 1) * (link.latency_seconds + message.nbytes / most / link.bytes_per_second)
-    if len(places) > 1:
-        link, number = cluster.between, len(places)
-        sharing = max(1, len(cluster.machines[places[0]].cards) // most)
-        nbytes = message.nbytes * sharing / number
-        found += times * (number - 1) * (link.latency_seconds + nbytes / link.bytes_per_second)
-    return found
+@dataclass(frozen=True)
+class _Route:
+    """What lies between the ranks of a group."""
+
+    of_machine: int
+    """The most ranks of a machine."""
+    machines: int
+    inside: PlannedLink | None
+    """The slowest link within a machine; None if each machine has one rank."""
+    sharing: int
+    """Groups that share a machine's connection."""
 
 
-def _slowest_inside(ranks: Sequence[int], machines: Sequence[int], cluster: Cluster) -> PlannedLink:
-    pairs = [
-        (a, b) for a, b, at, to in zip(ranks, ranks[1:], machines, machines[1:], strict=False) if at == to
-    ]
-    return min((cluster.link(a, b) for a, b in pairs), key=lambda link: link.bytes_per_second)
+class MessageTimes:
+    """Predicts messages on a cluster. Looks at each group of ranks once."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._routes: dict[tuple[int, ...], _Route] = {}
+
+    def seconds(self, message: Message) -> float:
+        """Returns the seconds of a message, or of a collective operation."""
+        if message.kind == "send":
+            return _seconds(self._cluster.link(*message.ranks), message.nbytes)
+        if message.ranks not in self._routes:
+            self._routes[message.ranks] = self._route(message.ranks)
+        route, times, found = self._routes[message.ranks], _WHOLE[message.kind], 0.0
+        if route.inside is not None:
+            part = _seconds(route.inside, message.nbytes / route.of_machine)
+            found += times * (route.of_machine - 1) * part
+        if route.machines > 1:
+            part = _seconds(self._cluster.between, message.nbytes * route.sharing / route.machines)
+            found += times * (route.machines - 1) * part
+        return found
+
+    def _route(self, ranks: Sequence[int]) -> _Route:
+        at = [self._cluster.ranks[rank][0] for rank in ranks]
+        numbers = Counter(at)
+        most = max(numbers.values())
+        links = [self._cluster.machines[place].inside for place, number in numbers.items() if number > 1]
+        slowest = min(links, key=lambda link: link.bytes_per_second, default=None)
+        return _Route(most, len(numbers), slowest, max(1, len(self._cluster.machines[at[0]].cards) // most))
+
+
+def _seconds(link: PlannedLink, nbytes: float) -> float:
+    return link.latency_seconds + nbytes / link.bytes_per_second
 
 
 def _bubble(messages: Sequence[Message], stages: int) -> float:

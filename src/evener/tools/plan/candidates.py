@@ -91,10 +91,9 @@ def _all_ways(ranks: int) -> Iterator[Candidate]:
         yield Candidate(ranks, name)
 
 
-def in_less_memory(ranks: int, batch_size: int) -> Iterator[Candidate]:
-    """Yields ways for a model of which no usual way fits: small micro-batches, and recomputed blocks."""
-    usual = Candidate(1, "single") if ranks == 1 else Candidate(ranks, "sharded", ("zero=3",))
-    micro_batch = max(ranks, batch_size // 8)
+def in_less_memory(usual: Candidate, batch_size: int) -> Iterator[Candidate]:
+    """Yields the way with small micro-batches, and with recomputed blocks, for a model that fits in no usual way."""
+    micro_batch = max(usual.ranks, batch_size // 8)
     yield replace(usual, micro_batch=micro_batch)
     yield replace(usual, recompute="blocks")
     yield replace(usual, micro_batch=micro_batch, recompute="blocks")

@@ -121,10 +121,9 @@ def step_time(
     """
     lines = [replace(line, overhead_seconds=line.overhead_seconds * passes) for line in costs.compute]
     lines = [line.scaled(1 / speed) for line, speed in zip(lines, speeds or [1.0] * len(lines), strict=True)]
-    members = [
-        [rank for rank in range(len(lines)) if part_of(rank, costs.parts, len(lines)) == part]
-        for part in range(costs.parts)
-    ]
+    members = [list[int]() for _ in range(costs.parts)]
+    for rank in range(len(lines)):
+        members[part_of(rank, costs.parts, len(lines))].append(rank)
     slowest = [lambda n, team=tuple(team): max(lines[rank](n) for rank in team) for team in members]
     if balanced and costs.parts > 1:
         shares = solve(slowest, batch_size)

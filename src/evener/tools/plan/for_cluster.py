@@ -10,7 +10,8 @@ from typing import Any, Unpack
 from evener.core.config.kwargs import Settings
 from evener.core.config.process_range import one_number
 from evener.core.config.run_config import RunConfig
-from evener.core.task.task import TaskLike, resolve
+from evener.core.config.sizes import size_words
+from evener.core.task.task import Task, TaskLike, resolve
 from evener.errors import ConfigurationError, EvenerError
 from evener.tools.plan.analytic import costs_of_work
 from evener.tools.plan.candidates import (
@@ -26,8 +27,9 @@ from evener.tools.plan.costs import StepCosts
 from evener.tools.plan.plan import predicted, samples_of
 from evener.tools.plan.result import TrainingPlan, Way
 from evener.tools.plan.trials import NO_TIME, quiet
-from evener.tools.plan.work import StepWork, work_of
+from evener.tools.plan.work import work_of
 from evener.training.builtin_tasks import BUILT_IN
+from evener.training.factory import balance_of
 
 SECONDS = 50.0
 """About how long it may take."""
@@ -37,6 +39,9 @@ SLOW_MESSAGES = 0.2
 """Local steps are proposed if messages take more than this part of a step."""
 ROOM = 0.95
 """The part of a card's memory that a plan uses: PyTorch's allocator leaves gaps."""
+
+_SLOW_TO_PREDICT = (("zero=1",), ("zero=2",))
+"""Options of ways with a message for each rank and bucket, which come after the others."""
 
 
 def plan_for_cluster(
@@ -70,37 +75,10 @@ def plan_for_cluster(
     most = one_number(config.processes) or len(cluster.ranks)
     if most > len(cluster.ranks):
         raise ConfigurationError(f"processes is {most}, and the cluster has {len(cluster.ranks)} cards")
-    ways, refused, hopeless = list[Way](), dict[str, str](), set[str]()
+    search = _Search(built, cluster, config, batch_size, began + seconds, efficiency)
     for ranks in _in_order(most):
-        queue, fits = _candidates(ranks, config), False
-        while queue:
-            candidate = queue.pop(0)
-            if time.monotonic() - began > seconds:
-                refused[candidate.words] = NO_TIME
-                continue
-            if candidate.strategy in hopeless:
-                continue
-            try:
-                with quiet():
-                    work = work_of(built, candidate, config, batch_size, cluster.ranks[0][1].kind)
-                costs = costs_of_work(work, cluster, _dtype(config), efficiency)
-            except Exception as error:  # of the model, too, which may not bear to be divided so
-                named = "" if isinstance(error, EvenerError) else f"{type(error).__name__}: "
-                refused[candidate.words] = f"{named}{error}"
-                hopeless |= {candidate.strategy} & set(SPECIAL)
-                continue
-            way = Way(
-                candidate, predicted(costs, candidate, config, batch_size), costs, *_memory(work, cluster)
-            )
-            ways.append(way)
-            fits = fits or way.fits
-            if not queue and not fits and not candidate.recompute and not candidate.micro_batch:
-                queue = list(in_less_memory(ranks, batch_size))
-            if (
-                candidate.strategy == "ddp"
-                and way.time.terms["communication"] > SLOW_MESSAGES * way.time.seconds
-            ):
-                ways.append(_by_local_steps(way, config, batch_size))
+        search.compare(ranks)
+    ways, refused = search.ways, search.refused
     if not ways:
         raise ConfigurationError(
             f"{built.name} can be trained in no way: "
@@ -121,6 +99,97 @@ def plan_for_cluster(
     )
 
 
+class _Search:
+    """Predicts one way after the other.
+
+    What does not fit on a number of ranks is not tried on fewer, where each rank would hold more.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        cluster: Cluster,
+        config: RunConfig,
+        batch_size: int,
+        ends: float,
+        efficiency: float | None,
+    ) -> None:
+        self._task, self._cluster, self._config, self._batch_size = task, cluster, config, batch_size
+        self._ends, self._efficiency = ends, efficiency
+        self.ways: list[Way] = []
+        self.refused: dict[str, str] = {}
+        self._longest = 0.0
+        """The longest time that the prediction of one rank took."""
+        self._hopeless: set[str] = set()
+        """Special strategies that refuse the task."""
+        self._least: dict[Candidate, int] = {}
+        """For each way, without its ranks, the bytes that a rank needs at least."""
+        self._replica = 0
+        """Bytes of a replica: weights and optimizer state."""
+
+    def compare(self, ranks: int) -> None:
+        """Predicts the ways on a number of ranks."""
+        queue = _candidates(ranks, self._config)
+        given = self._config.samples_at_once is not None or self._config.recompute is not None
+        usual = queue[0] if len(queue) == 1 else Candidate(ranks, "sharded", ("zero=3",))
+        queue.sort(key=lambda each: (_stages(each), each.options in _SLOW_TO_PREDICT))
+        while queue:
+            candidate = queue.pop(0)
+            if candidate.strategy not in self._hopeless:
+                self._predict(candidate)
+            fits = any(way.fits for way in self.ways if way.candidate.ranks == ranks)
+            if candidate == usual and not fits and not given:
+                queue[:0] = in_less_memory(usual, self._batch_size)
+
+    def _predict(self, candidate: Candidate) -> None:
+        cards = [card for _, card in self._cluster.ranks[: candidate.ranks]]
+        limit = int(min(card.memory_nbytes - card.workspace_nbytes for card in cards) * ROOM)
+        began, words = time.monotonic(), candidate.words
+        least = self._replica if candidate.strategy == "single" else self._least.get(_anywhere(candidate), 0)
+        if least > limit:
+            self.refused[words] = (
+                f"needs at least {size_words(least - limit)} more than there is, as on more ranks"
+            )
+            return
+        if began + self._longest * _stages(candidate) > self._ends:
+            self.refused[words] = NO_TIME
+            return
+        try:
+            with quiet():
+                work = work_of(self._task, candidate, self._config, self._batch_size, cards[0].kind)
+            costs = costs_of_work(work, self._cluster, _dtype(self._config), self._efficiency)
+        except Exception as error:  # of the model, too, which may not bear to be divided so
+            named = "" if isinstance(error, EvenerError) else f"{type(error).__name__}: "
+            self.refused[words] = f"{named}{error}"
+            self._hopeless |= {candidate.strategy} & set(SPECIAL)
+            return
+        self._longest = max(self._longest, (time.monotonic() - began) / len(work.ranks))
+        unlike = len({card.name for card in cards}) > 1
+        config = self._config.replace(balance=balance_of(self._config, costs.parts, unlike))
+        needed = max(each.needed for each in work.ranks)
+        self._least[_anywhere(candidate)] = needed
+        if candidate.strategy == "ddp":
+            self._replica = work.ranks[0].parameters + work.ranks[0].optimizer
+        time_ = predicted(costs, candidate, config, self._batch_size)
+        way = Way(candidate, time_, costs, needed, limit)
+        self.ways.append(way)
+        if candidate.strategy == "ddp" and time_.communication > SLOW_MESSAGES * time_.seconds:
+            self.ways.append(_by_local_steps(way, config, self._batch_size))
+
+
+def _anywhere(candidate: Candidate) -> Candidate:
+    """Returns the way without its number of ranks."""
+    mesh = candidate.mesh and candidate.mesh.partition("=")[0]
+    return replace(candidate, ranks=0, mesh=mesh, micro_batch=candidate.micro_batch and 0)
+
+
+def _stages(candidate: Candidate) -> int:
+    """Returns the number of stages, each of which is predicted by itself."""
+    if candidate.strategy != "pipeline":
+        return 1
+    return candidate.ranks if candidate.mesh is None else 2
+
+
 def _in_order(most: int) -> list[int]:
     """Returns numbers of ranks, those first that say the most: all, one, then the others."""
     numbers = numbers_of_ranks(most)
@@ -136,14 +205,6 @@ def _candidates(ranks: int, config: RunConfig) -> list[Candidate]:
 def _dtype(config: RunConfig) -> str:
     """Returns the name of the type in which products are computed."""
     return {"bf16": "bfloat16", "fp16": "float16"}.get(config.precision or "", config.dtype or "float32")
-
-
-def _memory(work: StepWork, cluster: Cluster) -> tuple[int, int | None]:
-    """Returns the bytes that the fullest rank needs, and those that its card has for tensors."""
-    needed = max(each.needed for each in work.ranks)
-    cards = [card for _, card in cluster.ranks[: work.layout.world_size]]
-    smallest = min(card.memory_nbytes - card.workspace_nbytes for card in cards)
-    return needed, int(smallest * ROOM)
 
 
 def _by_local_steps(way: Way, config: RunConfig, batch_size: int) -> Way:

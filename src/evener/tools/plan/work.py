@@ -6,6 +6,9 @@ every strategy's own code says what it computes and sends, and no formula of a s
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from evener.core.config.run_config import RunConfig
@@ -31,7 +34,9 @@ class RankWork:
     flops: int
     """Floating-point operations of its passes."""
     operators: int
-    """The number of operators of a step."""
+    """The number of operators of its passes."""
+    moved: int
+    """Bytes that these operators read and write."""
     messages: tuple[Message, ...]
     parameters: int
     """Bytes of weights that it holds."""
@@ -74,7 +79,8 @@ def work_of(task: Task, candidate: Candidate, config: RunConfig, batch_size: int
     stages = layout.slices(["pipeline"])[0]
     if len(stages) > MOST_STAGES:
         raise ConfigurationError(f"a pipeline of {len(stages)} stages: at most {MOST_STAGES} are planned")
-    found = estimate_ranks(task, settings_of_two_steps(asked), stages, candidate.ranks, kind)
+    with _older_objects_set_apart():
+        found = estimate_ranks(task, settings_of_two_steps(asked), stages, candidate.ranks, kind)
     index = [layout.data_axis(rank).index for rank in stages]
     return StepWork(
         candidate,
@@ -84,6 +90,7 @@ def work_of(task: Task, candidate: Candidate, config: RunConfig, batch_size: int
                 each.shares[at],
                 each.flops,
                 each.operators,
+                each.moved,
                 each.messages,
                 each.memory.at_peak["parameters"],
                 each.memory.at_peak["optimizer"],
@@ -92,3 +99,17 @@ def work_of(task: Task, candidate: Candidate, config: RunConfig, batch_size: int
             for each, at in zip(found, index, strict=True)
         ),
     )
+
+
+@contextmanager
+def _older_objects_set_apart() -> Iterator[None]:
+    """Keeps the garbage collector from looking through what was there before: PyTorch alone has 500,000 objects, and an
+    estimate collects after each step."""
+    if gc.get_freeze_count():  # of somebody else
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,88 @@
+"""Calibrations as files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from evener.balance.time_model import Line
+from evener.core.config.run_config import RunConfig
+from evener.errors import DataError
+from evener.tools.plan.calibration import FORMAT, Calibration
+from evener.tools.plan.candidates import Candidate
+from evener.tools.plan.costs import StepCosts
+from evener.tools.plan.plan import ways_of
+
+COSTS = StepCosts((Line(1e-3, 2e-4), Line(1e-3, 4e-4)), 2, rest=Line(1e-3, 0.0), spread=0.03, sizes=(16, 64))
+CALIBRATION = Calibration(
+    "digits",
+    64,
+    {
+        Candidate(2, "ddp"): COSTS,
+        Candidate(4, "tensor", ("plan=auto",), "data=2,tensor=2", 4, "blocks"): replace(
+            COSTS, compute=LINES * 2
+        ),
+    },
+    {"pipeline --processes 2": "one layer"},
+    repeat_spread=0.07,
+    devices=("a card", "another"),
+    load=1.5,
+    machine="a machine",
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    found = tmp_path / "plan.json"
+    CALIBRATION.save(found)
+    return found
+
+
+def test_what_is_read_is_what_was_saved(path: Path) -> None:
+    assert Calibration.read(path) == CALIBRATION
+    ways = ways_of(Calibration.read(path), RunConfig(), 32)
+    assert ways == ways_of(CALIBRATION, RunConfig(), 32)
+    assert ways[0].costs.is_measured
+
+
+def refuses(path: Path, text: str, reason: str) -> None:
+    path.write_text(text)
+    with pytest.raises(DataError, match=reason) as caught:
+        Calibration.read(path)
+    message = str(caught.value)
+    assert f"{path} is no calibration of evener plan" in message
+    assert f"Make one with evener plan TASK --save {path}" in message
+
+
+def test_another_format_is_refused(path: Path) -> None:
+    values = json.loads(path.read_text())
+    refuses(path, json.dumps(values | {"format": "evener-calibration-0"}), f"not of the format {FORMAT}")
+    refuses(path, "[1, 2]", f"not of the format {FORMAT}")
+
+
+def test_half_a_file_is_refused(path: Path) -> None:
+    text = path.read_text()
+    refuses(path, text[: len(text) // 2], "line")
+    refuses(path, "", "line")
+
+
+@pytest.mark.parametrize("key", ["costs", "devices", "task"])
+def test_a_missing_value_is_refused(key: str, path: Path) -> None:
+    values = json.loads(path.read_text())
+    refuses(path, json.dumps({name: value for name, value in values.items() if name != key}), key)
+
+
+def test_a_value_of_the_wrong_kind_is_refused(path: Path) -> None:
+    values = json.loads(path.read_text())
+    values["costs"][0]["costs"]["compute"][0]["seconds_per_sample"] = "fast"
+    refuses(path, json.dumps(values), "fast")
+    del values["costs"][0]["candidate"]
+    refuses(path, json.dumps(values), "candidate")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is no calibration of evener plan"):
+        Calibration.read(tmp_path / "none.json")
