@@ -16,7 +16,8 @@ from evener.tools.plan.candidates import Candidate
 from evener.tools.plan.costs import StepCosts
 from evener.tools.plan.plan import ways_of
 
-COSTS = StepCosts((Line(1e-3, 2e-4), Line(1e-3, 4e-4)), 2, rest=Line(1e-3, 0.0), spread=0.03, sizes=(16, 64))
+LINES = Line(1e-3, 2e-4), Line(1e-3, 4e-4)
+COSTS = StepCosts(LINES, 2, rest=Line(1e-3, 0.0), spread=0.03, sizes=(16, 64))
 CALIBRATION = Calibration(
     "digits",
     64,

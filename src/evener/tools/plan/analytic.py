@@ -111,7 +111,7 @@ def update_seconds(work: RankWork, card: PlannedCard) -> float:
 
 
 @dataclass(frozen=True)
-class _Route:
+class _GroupPath:
     """What lies between the ranks of a group."""
 
     of_machine: int
@@ -128,7 +128,7 @@ class MessageTimes:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._routes: dict[tuple[int, ...], _Route] = {}
+        self._routes: dict[tuple[int, ...], _GroupPath] = {}
 
     def seconds(self, message: Message) -> float:
         """Returns the seconds of a message, or of a collective operation."""
@@ -145,13 +145,15 @@ class MessageTimes:
             found += times * (route.machines - 1) * part
         return found
 
-    def _route(self, ranks: Sequence[int]) -> _Route:
+    def _route(self, ranks: Sequence[int]) -> _GroupPath:
         at = [self._cluster.ranks[rank][0] for rank in ranks]
         numbers = Counter(at)
         most = max(numbers.values())
         links = [self._cluster.machines[place].inside for place, number in numbers.items() if number > 1]
         slowest = min(links, key=lambda link: link.bytes_per_second, default=None)
-        return _Route(most, len(numbers), slowest, max(1, len(self._cluster.machines[at[0]].cards) // most))
+        return _GroupPath(
+            most, len(numbers), slowest, max(1, len(self._cluster.machines[at[0]].cards) // most)
+        )
 
 
 def _seconds(link: PlannedLink, nbytes: float) -> float:
