@@ -131,7 +131,7 @@ def step_time(
         shares = by_weights(batch_size, weights or [1.0] * costs.parts)
     own = [shares[part_of(rank, costs.parts, len(lines))] for rank in range(len(lines))]
     took = [line(samples) or line.overhead_seconds for line, samples in zip(lines, own, strict=True)]
-    compute = sum(took) / len(took)
+    compute = min(max(took), sum(took) / len(took))  # a mean of equal numbers may be larger by rounding
     communication = max(map(costs.blocking, own))
     communication += max(costs.exposed, costs.rest(batch_size) - costs.hidden * max(took))
     return StepTime(
