@@ -58,7 +58,8 @@ class Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(
             _turned(query, *turn), _turned(key, *turn), value, is_causal=True, enable_gqa=True
         )
-        return self.out(mixed.transpose(1, 2).reshape(n, length, -1))
+        found: Tensor = self.out(mixed.transpose(1, 2).reshape(n, length, -1))
+        return found
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -75,7 +76,8 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(size.inner, size.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        found: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return found
 
 
 class Block(nn.Module):
@@ -86,7 +88,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
-        return x + self.feed_forward(self.inner_norm(x))
+        found: Tensor = x + self.feed_forward(self.inner_norm(x))
+        return found
 
 
 class Llama(nn.Module):

@@ -73,7 +73,8 @@ class Block(nn.Module):
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(n, length, width))
-        return x + self.down(F.relu(self.up(self.inner(x))))
+        found: Tensor = x + self.down(F.relu(self.up(self.inner(x))))
+        return found
 
 
 class Language(nn.Module):

@@ -7,6 +7,7 @@ its buffers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -80,6 +81,9 @@ class World:
         kind = self.device.type
         with ExitStack() as stack:
             if self.world_size > 1:
+                stack.callback(
+                    setattr, sys, "excepthook", sys.excepthook
+                )  # a group puts its rank before errors
                 open_fake_group(self.rank, self.world_size)
                 stack.callback(dist.destroy_process_group)
             registries: list[tuple[dict[str, Any], str, Any]] = [

@@ -35,11 +35,13 @@ MEASURED_EFFICIENCY = 0.8
 """The same as a part of the measured speed of products of large matrices, a round figure."""
 START_SECONDS = 6e-6
 """About what it takes the host to give an accelerator an operator in PyTorch's eager mode: a round figure."""
+MESSAGE_START_SECONDS = 50e-6
+"""About what it takes the host to start a message, with the code around it: a round figure."""
 HIDDEN = 0.55
 """The part of the passes behind which sums of gradients hide: backward is two thirds, and the overlap slows it."""
 HIDDEN_GATHERS = 0.8
 """The same if weights are gathered ahead as well, which hides behind forward, too."""
-_WHOLE = {
+WHOLE = {
     "all_reduce": 2.0,
     "all_gather": 1.0,
     "reduce_scatter": 1.0,
@@ -47,6 +49,7 @@ _WHOLE = {
     "all_to_all": 1.0,
     "send": 1.0,
 }
+"""How many times each rank sends all other ranks' parts of a tensor."""
 
 
 def costs_of_work(work: StepWork, cluster: Cluster, dtype: str, efficiency: float | None = None) -> StepCosts:
@@ -90,7 +93,8 @@ def costs_of_work(work: StepWork, cluster: Cluster, dtype: str, efficiency: floa
 def _passes(work: RankWork, card: PlannedCard, dtype: str, efficiency: float | None) -> Line:
     """Returns the passes of a rank. On an accelerator they take at least as long as the host takes to start them."""
     seconds = work.flops / speed_of(card, dtype, efficiency) + work.moved / card.memory_bytes_per_second
-    started = 0.0 if card.kind == "cpu" else work.operators * START_SECONDS
+    started = work.operators * START_SECONDS + len(work.messages) * MESSAGE_START_SECONDS
+    started = 0.0 if card.kind == "cpu" else started
     return Line(max(0.0, started - seconds), seconds / max(1, work.samples))
 
 
@@ -136,7 +140,7 @@ class MessageTimes:
             return _seconds(self._cluster.link(*message.ranks), message.nbytes)
         if message.ranks not in self._routes:
             self._routes[message.ranks] = self._route(message.ranks)
-        route, times, found = self._routes[message.ranks], _WHOLE[message.kind], 0.0
+        route, times, found = self._routes[message.ranks], WHOLE[message.kind], 0.0
         if route.inside is not None:
             part = _seconds(route.inside, message.nbytes / route.of_machine)
             found += times * (route.of_machine - 1) * part

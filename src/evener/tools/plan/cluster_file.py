@@ -23,17 +23,18 @@ from evener.files import read_text
 from evener.hardware.survey import files
 from evener.hardware.survey.facts import Speed, Survey
 from evener.tools.plan.catalogue import find_entry, names_like, parse_bandwidth, parse_latency, read_catalogue
-from evener.tools.plan.cluster import Cluster, Machine, PlannedCard, PlannedLink, cards_text
+from evener.tools.plan.cluster import Cluster, FailureRates, Machine, PlannedCard, PlannedLink, cards_text
 from evener.tools.plan.topology import read_link_kinds, slowest_of_best_ring
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
 
-_TOP_KEYS = ("between", "machines")
+_TOP_KEYS = ("between", "machines", "failures")
 _MACHINE_KEYS = (
     *("card", "cards_per_machine", "cards", "survey", "count"),
     *("inside", "topology", "cores", "price_per_hour"),
 )
+_FAILURE_KEYS = ("mean_days_of_a_device", "checkpoint_stall", "recovery", "spread")
 _LINK_KEYS = ("latency", "bandwidth", "measured")
 _WORDS = {str: "a text", int: "a whole number", float: "a number", list: "a list", bool: "true or false"}
 _SEVERAL = re.compile(r"([1-9]\d{0,3})\s*x\s+(\S.*)")
@@ -58,6 +59,12 @@ def read_cluster(path: Path) -> Cluster:
         survey = "lab1.json"            # what `evener devices --save` wrote there
         topology = "lab1.txt"           # what `nvidia-smi topo -m` printed there, if the survey has no links
 
+        [failures]                      # for many ranks; each key has a default
+        mean_days_of_a_device = 1900
+        checkpoint_stall = "5 s"
+        recovery = "600 s"
+        spread = 0.09                   # of the times of alike cards, as a part of their mean
+
     Paths are relative to the file. ``between`` joins machines, with all of a machine's network cards together. A speed
     alone is the nominal one of a network. Latency and bandwidth count as measured with ``measured = true`` beside them.
 
@@ -77,7 +84,21 @@ def read_cluster(path: Path) -> Cluster:
     between = _link(table, "between")
     if between is None and len(machines) > 1:
         table.refuse("between", f'is missing: {len(machines)} machines need a link, such as "100 Gbit/s"')
-    return Cluster(machines, between or machines[0].inside)
+    return Cluster(machines, between or machines[0].inside, _failures(table))
+
+
+def _failures(table: _Table) -> FailureRates:
+    given = _Table(table.path, "failures.", table.values.get("failures", {}), _FAILURE_KEYS)
+    days = given.number("mean_days_of_a_device", float, 0)
+    if days == 0:
+        given.refuse("mean_days_of_a_device", "= 0 must be above 0")
+    found = {
+        "mean_days_of_a_device": days,
+        "checkpoint_stall_seconds": given.parsed("checkpoint_stall", parse_latency),
+        "recovery_seconds": given.parsed("recovery", parse_latency),
+        "spread": given.number("spread", float, 0),
+    }
+    return FailureRates(**{name: value for name, value in found.items() if value is not None})
 
 
 class _Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -14,6 +14,8 @@ from evener.core.config.sizes import size_words
 from evener.core.task.task import Task, TaskLike, resolve
 from evener.errors import ConfigurationError, EvenerError
 from evener.tools.plan.analytic import costs_of_work
+from evener.tools.plan.at_scale import CostAtScale
+from evener.tools.plan.best_at_scale import MANY, cost_at_scale
 from evener.tools.plan.candidates import (
     NEVER_TRIED,
     SPECIAL,
@@ -27,7 +29,7 @@ from evener.tools.plan.costs import StepCosts
 from evener.tools.plan.plan import predicted, samples_of
 from evener.tools.plan.result import TrainingPlan, Way
 from evener.tools.plan.trials import NO_TIME, quiet
-from evener.tools.plan.work import work_of
+from evener.tools.plan.work import StepWork, work_of
 from evener.training.builtin_tasks import BUILT_IN
 from evener.training.factory import balance_of
 
@@ -78,7 +80,8 @@ def plan_for_cluster(
     search = _Search(built, cluster, config, batch_size, began + seconds, efficiency)
     for ranks in _in_order(most):
         search.compare(ranks)
-    ways, refused = search.ways, search.refused
+    ways = sorted(search.ways, key=lambda way: (not way.fits, way.time.seconds))
+    refused = search.refused
     if not ways:
         raise ConfigurationError(
             f"{built.name} can be trained in no way: "
@@ -89,13 +92,14 @@ def plan_for_cluster(
         batch_size=batch_size,
         samples=samples_of(built),
         epochs=config.epochs or built.epochs,
-        ways=tuple(sorted(ways, key=lambda way: (not way.fits, way.time.seconds))),
+        ways=tuple(ways),
         refused=refused,
         left_out=NEVER_TRIED,
         price_per_hour=cluster.price_per_hour,
         devices=tuple(card.name for _, card in cluster.ranks[:most]),
         seconds=time.monotonic() - began,
         notes=() if cluster.is_measured else ("speeds are those of a catalogue and not measured",),
+        at_scale=search.at_scale(ways),
     )
 
 
@@ -124,12 +128,14 @@ class _Search:
         """Special strategies that refuse the task."""
         self._least: dict[Candidate, int] = {}
         """For each way, without its ranks, the bytes that a rank needs at least."""
+        self._works: dict[Candidate, StepWork] = {}
+        """What ways with many ranks do in a step."""
         self._replica = 0
         """Bytes of a replica: weights and optimizer state."""
 
     def compare(self, ranks: int) -> None:
         """Predicts the ways on a number of ranks."""
-        queue = _candidates(ranks, self._config)
+        queue = _candidates(ranks, self._config, len(self._cluster.machines[0].cards))
         given = self._config.samples_at_once is not None or self._config.recompute is not None
         usual = queue[0] if len(queue) == 1 else Candidate(ranks, "sharded", ("zero=3",))
         queue.sort(key=lambda each: (_stages(each), each.options in _SLOW_TO_PREDICT))
@@ -140,6 +146,14 @@ class _Search:
             fits = any(way.fits for way in self.ways if way.candidate.ranks == ranks)
             if candidate == usual and not fits and not given:
                 queue[:0] = in_less_memory(usual, self._batch_size)
+
+    def at_scale(self, ways: Sequence[Way]) -> CostAtScale | None:
+        """Simulates the best of the ways, if it has many ranks. The first ways are the fastest that fit."""
+        best = next((way for way in ways if way.fits and not way.algorithm), None)
+        if best is None or best.candidate not in self._works:
+            return None
+        work = self._works[best.candidate]
+        return cost_at_scale(work, best.costs, best.time, self._cluster, self._batch_size)
 
     def _predict(self, candidate: Candidate) -> None:
         cards = [card for _, card in self._cluster.ranks[: candidate.ranks]]
@@ -168,6 +182,8 @@ class _Search:
         config = self._config.replace(balance=balance_of(self._config, costs.parts, unlike))
         needed = max(each.needed for each in work.ranks)
         self._least[_anywhere(candidate)] = needed
+        if candidate.ranks > MANY:
+            self._works[candidate] = work
         if candidate.strategy == "ddp":
             self._replica = work.ranks[0].parameters + work.ranks[0].optimizer
         time_ = predicted(costs, candidate, config, self._batch_size)
@@ -192,14 +208,25 @@ def _stages(candidate: Candidate) -> int:
 
 def _in_order(most: int) -> list[int]:
     """Returns numbers of ranks, those first that say the most: all, one, then the others."""
-    numbers = numbers_of_ranks(most)
+    numbers = numbers_of_ranks(min(most, MANY))
     return list(dict.fromkeys([most, 1, *reversed(numbers)]))
 
 
-def _candidates(ranks: int, config: RunConfig) -> list[Candidate]:
+def _candidates(ranks: int, config: RunConfig, cards: int) -> list[Candidate]:
     strategy = config.strategy if isinstance(config.strategy, str) else "auto"
     found = candidates_for(ranks, strategy, config.strategy_option, config.mesh)
+    if ranks > MANY and strategy == "auto" and config.mesh is None:
+        found = list(_many_ways(ranks, cards))
     return [replace(each, micro_batch=config.samples_at_once, recompute=config.recompute) for each in found]
+
+
+def _many_ways(ranks: int, cards: int) -> Iterator[Candidate]:
+    """Yields the ways to train on many ranks: samples are divided, and within a machine weights or layers, too."""
+    yield Candidate(ranks, "ddp")
+    if ranks % cards == 0 and cards > 1:
+        yield Candidate(ranks, "sharded", ("zero=3",), f"data={ranks // cards},shard={cards}")
+        yield Candidate(ranks, "tensor", (), f"data={ranks // cards},tensor={cards}")
+    yield Candidate(ranks, "sharded", ("zero=3",))
 
 
 def _dtype(config: RunConfig) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
 from evener.core.config.sizes import size_words
+from evener.tools.plan.at_scale import CostAtScale
 from evener.tools.plan.candidates import Candidate
 from evener.tools.plan.costs import QUANTILES, StepCosts, StepTime
 
@@ -90,6 +92,8 @@ class TrainingPlan:
     """What it took to make the plan."""
     notes: tuple[str, ...] = ()
     """Limits of the plan, in words."""
+    at_scale: CostAtScale | None = None
+    """What whole steps of the best way cost, if it has many ranks: stragglers, failures, checkpoints."""
 
     @property
     def best(self) -> Way | None:
@@ -152,6 +156,7 @@ class TrainingPlan:
             "price_per_hour": self.price_per_hour,
             "made_in_seconds": self.seconds,
             "notes": list(self.notes),
+            "at_scale": None if self.at_scale is None else dataclasses.asdict(self.at_scale),
         }
 
 

@@ -35,6 +35,7 @@ def _lines(plan: TrainingPlan, top: int, explain: bool) -> Iterator[str]:
         yield f"does not fit: {way.candidate.words}: {reason(way)}"
     yield from _curve(plan)
     yield from _costs(plan)
+    yield from _at_scale(plan)
     if plan.repeat_spread:
         yield f"two trials that were the same differed by {plan.repeat_spread:.0%}"
     for why, names in _by_reason(plan.refused).items():
@@ -117,6 +118,21 @@ def prediction_text(plan: Path, way: Way) -> str:
     low, high = (seconds_text(way.time.quantile(part)) for part in (0.05, 0.95))
     took = seconds_text(way.time.seconds)
     return f"by {plan}: --strategy {way.candidate.words}, {took} a step ({low} to {high})"
+
+
+def _at_scale(plan: TrainingPlan) -> Iterator[str]:
+    cost = plan.at_scale
+    if cost is None:
+        return
+    low, median, high = map(seconds_text, cost.step_seconds)
+    yield (
+        f"on {cost.ranks} ranks a step takes {median}, {low} to {high} in 8 of 10 steps; ranks wait for the slowest "
+        f"{cost.waiting_share:.0%} of the time"
+    )
+    yield (
+        f"{cost.failures_per_day:.2g} failures a day: a checkpoint every "
+        f"{seconds_text(cost.checkpoint_interval_seconds)} loses least, and {cost.goodput:.0%} of the time counts"
+    )
 
 
 def _by_reason(refused: dict[str, str]) -> dict[str, list[str]]:

@@ -1,0 +1,229 @@
+"""What a plan advises, on clusters that are not at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from evener.errors import ConfigurationError
+from evener.tools.plan.cluster import Cluster
+from evener.tools.plan.cluster_file import read_cluster
+from evener.tools.plan.for_cluster import SYNC_EVERY, plan_for_cluster
+from evener.tools.plan.result import TrainingPlan, Way
+from evener.tools.plan.text import plan_text
+from tests.tools.plan.models import adam, classes_task, language_task, mlp
+
+HERE = Path(__file__).parent
+GIB = 1 << 30
+
+
+def cluster(tmp_path_factory: pytest.TempPathFactory, text: str) -> Cluster:
+    path = tmp_path_factory.mktemp("cluster") / "cluster.toml"
+    path.write_text(text)
+    return read_cluster(path)
+
+
+def machines(card: str, count: int = 1, cards: int = 1, between: str = "100 Gbit/s", more: str = "") -> str:
+    text = f'[[machines]]\ncount = {count}\ncard = "{card}"\ncards_per_machine = {cards}\n{more}\n'
+    return f'between = "{between}"\n{text}' if count > 1 else text
+
+
+def wide(width: int, layers: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+
+
+def way(plan: TrainingPlan, strategy: str, ranks: int, **fields: Any) -> Way:
+    found = [
+        each
+        for each in plan.ways
+        if each.candidate.strategy == strategy
+        and each.candidate.ranks == ranks
+        and all(getattr(each.candidate, name) == value for name, value in fields.items())
+    ]
+    assert len(found) == 1, [each.candidate.words for each in plan.ways]
+    return found[0]
+
+
+# Memory
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> TrainingPlan:
+    """2.4 billion weights, which take 38 GB with AdamW, on four cards of 24 GB."""
+    task = classes_task(lambda: wide(20_000, 6), 20_000, 16, adam)
+    return plan_for_cluster(lambda: task, cluster(tmp_path_factory, machines("RTX 3090", cards=4)))
+
+
+def test_what_is_too_large_for_a_card_is_divided(large: TrainingPlan) -> None:
+    best = large.best
+    assert best is not None
+    assert best.candidate.strategy != "ddp"
+    assert best.fits
+    plain = way(large, "ddp", 4)
+    assert not plain.fits
+    assert plain.needed > 4 * 4 * 2.4e9  # type: ignore[operator]
+    assert plain.limit < 24 * GIB  # type: ignore[operator]
+
+
+def test_the_plan_says_by_how_much_something_does_not_fit(large: TrainingPlan) -> None:
+    lines = plan_text(large).splitlines()
+    plain = next(line for line in lines if line.startswith("does not fit: ddp --processes 4"))
+    assert "GiB more than there is" in plain
+
+
+def test_what_does_not_fit_is_not_tried_on_fewer_cards(large: TrainingPlan) -> None:
+    for words in ("ddp --processes 2", "ddp --processes 3", "single --processes 1"):
+        assert "more than there is, as on more ranks" in large.refused[words]
+    assert next(each.ranks for each in large.curve()) > 1
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> TrainingPlan:
+    """Activations of 393,216 words take more than a card of 12 GB has, weights next to nothing."""
+    task = language_task(1000, 256, 2, 4096, 192)
+    return plan_for_cluster(
+        lambda: task, cluster(tmp_path_factory, machines("RTX 3060", cards=2)), strategy="ddp"
+    )
+
+
+def test_activations_that_do_not_fit_lead_to_less_memory(long: TrainingPlan) -> None:
+    plain = way(long, "ddp", 2, micro_batch=None, recompute=None)
+    assert not plain.fits
+    assert "as on more ranks" in long.refused["ddp --processes 1"]
+    again = way(long, "ddp", 2, micro_batch=None, recompute="blocks")
+    pieces = way(long, "ddp", 2, micro_batch=192 // 8, recompute=None)
+    assert plain.needed > again.needed > pieces.needed  # type: ignore[operator]
+    assert again.time.compute > 1.1 * plain.time.compute > pieces.time.compute
+    assert pieces.fits
+    assert long.best == pieces
+
+
+# Speed
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> TrainingPlan:
+    task = classes_task(mlp, 16)
+    text = machines("RTX 3090", cards=2, more="price_per_hour = 0.5")
+    return plan_for_cluster(lambda: task, cluster(tmp_path_factory, text))
+
+
+def test_one_card_is_faster_than_two_for_what_is_small(small: TrainingPlan) -> None:
+    assert [each.ranks for each in (small.enough(),) if each] == [1]
+    assert [each.candidate.words for each in (small.best,) if each] == ["single --processes 1"]
+    assert "more than 1 are slower: with 2" in plan_text(small)
+
+
+def test_a_plan_says_what_its_speeds_come_from_and_what_it_costs(small: TrainingPlan) -> None:
+    assert small.notes == ("speeds are those of a catalogue and not measured",)
+    assert small.devices == ("RTX 3090", "RTX 3090")
+    assert small.price_per_hour == 0.5
+    epoch = small.epoch_seconds(small.best) if small.best else None
+    assert epoch is not None
+    assert f"at 0.5 an hour this costs {0.5 * epoch / 3600:.2f}" in plan_text(small)
+    assert small.as_json()["ways"][0]["measured"] is False
+
+
+def test_embeddings_send_more_than_they_compute(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The gradient of each row is sent, and few rows are computed with."""
+    task = language_task(500_000, 64, 0, 8, 16)
+    plan = plan_for_cluster(
+        lambda: task, cluster(tmp_path_factory, machines("RTX 3090", 2, between="10 Gbit/s")), strategy="ddp"
+    )
+    two = way(plan, "ddp", 2).time
+    assert two.largest()[0] == "communication"
+    assert two.communication > 0.5 * two.seconds
+    weights = 4 * (2 * 500_000 * 64 + 500_000)
+    assert two.communication > 0.8 * weights / 1.25e9
+    assert [each.candidate.ranks for each in (plan.best,) if each] == [1]
+
+
+@pytest.fixture(scope="module")
+def slow_link(tmp_path_factory: pytest.TempPathFactory) -> TrainingPlan:
+    task = language_task(100, 512, 4, 1024, 32)
+    text = machines("RTX 3090", 4, between="1 Gbit/s")
+    return plan_for_cluster(lambda: task, cluster(tmp_path_factory, text), strategy="ddp")
+
+
+def test_on_a_slow_link_local_steps_are_proposed_as_another_algorithm(slow_link: TrainingPlan) -> None:
+    other = way(slow_link, "diloco", 4)
+    assert other.algorithm == f"replicas merge every {SYNC_EVERY} batches"
+    assert other.candidate.options == (f"sync_every={SYNC_EVERY}",)
+    plain = way(slow_link, "ddp", 4)
+    assert other.time.seconds < plain.time.seconds / 5
+    sent = plain.costs.rest(32)
+    assert other.time.communication == pytest.approx(sent / SYNC_EVERY)
+    assert [each.algorithm for each in (slow_link.best,) if each] == [""]
+
+
+def test_the_text_says_how_much_faster_another_algorithm_is(slow_link: TrainingPlan) -> None:
+    text = plan_text(slow_link)
+    one, other = way(slow_link, "ddp", 1).time.seconds, way(slow_link, "diloco", 4).time.seconds
+    assert f"another algorithm, replicas merge every {SYNC_EVERY} batches" in text
+    assert f"this on 4: {one / other:.1f}x" in text
+
+
+@pytest.mark.parametrize("balance", [None, "auto", "equal"])
+def test_unequal_cards_get_shares_by_their_speed(
+    balance: str | None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    task = classes_task(lambda: wide(2048, 4), 2048, 2048)
+    pair = cluster(tmp_path_factory, '[[machines]]\ncards = ["RTX 3090", "RTX 3060"]')
+    plan = plan_for_cluster(lambda: task, pair, strategy="ddp", processes=2, balance=balance)
+    found = way(plan, "ddp", 2).time
+    if balance == "equal":
+        assert found.shares == (1024, 1024)
+        assert found.waiting > 0.2 * found.compute
+    else:
+        assert sum(found.shares) == 2048
+        assert found.shares[0] > 1.5 * found.shares[1]
+        assert found.waiting < 0.01 * found.compute
+
+
+# What is known of the machines
+
+
+def test_a_saved_survey_is_a_machine(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(f'[[machines]]\nsurvey = "{HERE / "two_cards.json"}"\n')
+    task = classes_task(lambda: wide(4096, 4), 4096, 1024)
+    plan = plan_for_cluster(
+        lambda: task, read_cluster(tmp_path / "cluster.toml"), strategy="ddp", balance="auto"
+    )
+    assert plan.notes == (), "all is measured"
+    found = way(plan, "ddp", 2)
+    one = way(plan, "ddp", 1)
+    flops = (6 * 4 - 2) * 4096**2 * 1024
+    assert one.time.compute > flops / 2e13
+    assert found.time.shares[1] > 1.5 * found.time.shares[0], "the second card is twice as fast"
+    assert found.costs.rest(1024) > 4 * 4 * 4096**2 / 1.1e10
+
+
+def test_a_way_that_the_settings_name_is_the_only_one(tmp_path_factory: pytest.TempPathFactory) -> None:
+    task = classes_task(mlp, 16)
+    plan = plan_for_cluster(
+        lambda: task, cluster(tmp_path_factory, machines("RTX 3090", cards=2)), strategy="tensor"
+    )
+    assert {each.candidate.strategy for each in plan.ways} == {"tensor"}
+
+
+def test_without_time_nothing_is_predicted(tmp_path_factory: pytest.TempPathFactory) -> None:
+    task = classes_task(mlp, 16)
+    with pytest.raises(ConfigurationError, match="there was no time to try it"):
+        plan_for_cluster(lambda: task, cluster(tmp_path_factory, machines("RTX 3090")), seconds=-1.0)
+
+
+def test_more_ranks_than_cards_are_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    task = classes_task(mlp, 16)
+    with pytest.raises(ConfigurationError, match="processes is 3, and the cluster has 2 cards"):
+        plan_for_cluster(lambda: task, cluster(tmp_path_factory, machines("RTX 3090", cards=2)), processes=3)
+
+
+def test_a_type_that_no_card_computes_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    task = classes_task(mlp, 16)
+    with pytest.raises(ConfigurationError, match="of the speed of V100 SXM2 16GB in bfloat16"):
+        plan_for_cluster(
+            lambda: task, cluster(tmp_path_factory, machines("V100 SXM2 16GB")), precision="bf16"
+        )
