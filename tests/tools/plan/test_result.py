@@ -58,6 +58,12 @@ def test_ways_that_do_not_fit_come_last_and_are_not_chosen() -> None:
     assert [each.way for each in found.curve()] == [small]
 
 
+def test_a_way_fits_if_a_little_stays_free() -> None:
+    assert way(1, 0.1).fits
+    assert way(1, 0.1, needed=99, limit=101).fits
+    assert not way(1, 0.1, needed=100, limit=100).fits
+
+
 def test_another_algorithm_is_not_chosen() -> None:
     other = way(4, 0.1, "asynchronous", algorithm="late gradients")
     assert plan(other, way(2, 0.4)).best == way(2, 0.4)

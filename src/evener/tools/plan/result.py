@@ -13,6 +13,8 @@ from evener.tools.plan.costs import QUANTILES, StepCosts, StepTime
 
 WORTH = 0.05
 """A further device is worth it if it adds at least this part of the speed."""
+HEADROOM = 0.01
+"""This part of a memory limit stays free. The estimate leaves out the numbers of the samples, 16 bytes for each."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Way:
     @property
     def fits(self) -> bool:
         """True unless a rank would need more memory than it has."""
-        return self.needed is None or self.limit is None or self.needed <= self.limit
+        return self.needed is None or self.limit is None or self.needed <= (1 - HEADROOM) * self.limit
 
     def as_json(self) -> dict[str, Any]:
         """Returns the way as JSON-serializable values."""
