@@ -161,7 +161,8 @@ def on_ranks(seeds: int, optimizer: str) -> dict[str, list[Trained]]:
     found: dict[str, list[Trained]] = {way: [] for way in ways}
     with Session(device="cpu") as session:
         task, epochs = perceptron(session.world_size, OPTIMIZERS[optimizer]), epochs_of(session.world_size)
-        factors = ",".join(str(rates(1)[0] / rate) for rate in rates(session.world_size))
+        taken = rates(session.world_size)
+        factors = ",".join(str(min(taken) / each) for each in taken)
         for seed in range(seeds):
             for way, strategy in ways.items():
                 seen, settings = Seen(), {"seed": seed, "strategy": strategy, "throttle": factors}
