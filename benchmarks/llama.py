@@ -27,7 +27,7 @@ class LlamaSize:
 
 
 SIZES = {
-    "1B": LlamaSize(2048, 16, 32, 8192),
+    "3B of alike heads": LlamaSize(3072, 28, 32, 8192, kv_heads=32),
     "8B": LlamaSize(4096, 32, 32, 14_336),
     "70B": LlamaSize(8192, 80, 64, 28_672),
     "405B": LlamaSize(16_384, 126, 128, 53_248),

@@ -65,7 +65,8 @@ def by_weights(size: int, weights: Sequence[float]) -> list[int]:
             f"weights {list(weights)} cannot divide a batch: give finite numbers, none below 0, not all 0"
         )
     exact = [Fraction(weight) for weight in weights]
-    quotas = [size * weight / sum(exact) for weight in exact]
+    total = sum(exact)
+    quotas = [size * weight / total for weight in exact]
     result = [math.floor(quota) for quota in quotas]
     neediest = sorted(range(len(quotas)), key=lambda rank: (result[rank] - quotas[rank], rank))
     for rank in neediest[: size - sum(result)]:

@@ -42,6 +42,8 @@ SLOW_MESSAGES = 0.2
 ROOM = 0.95
 """The part of a card's memory that a plan uses: PyTorch's allocator leaves gaps."""
 
+_MOST_OWNERS = 1024
+"""Over more ranks, weights are only divided within machines."""
 _SLOW_TO_PREDICT = (("zero=1",), ("zero=2",))
 """Options of ways with a message for each rank and bucket, which come after the others."""
 
@@ -153,7 +155,10 @@ class _Search:
         if best is None or best.candidate not in self._works:
             return None
         work = self._works[best.candidate]
-        return cost_at_scale(work, best.costs, best.time, self._cluster, self._batch_size)
+        try:
+            return cost_at_scale(work, best.costs, best.time, self._cluster, self._batch_size)
+        except ValueError:  # replicas that lie across machines
+            return None
 
     def _predict(self, candidate: Candidate) -> None:
         cards = [card for _, card in self._cluster.ranks[: candidate.ranks]]
@@ -226,7 +231,8 @@ def _many_ways(ranks: int, cards: int) -> Iterator[Candidate]:
     if ranks % cards == 0 and cards > 1:
         yield Candidate(ranks, "sharded", ("zero=3",), f"data={ranks // cards},shard={cards}")
         yield Candidate(ranks, "tensor", (), f"data={ranks // cards},tensor={cards}")
-    yield Candidate(ranks, "sharded", ("zero=3",))
+    if ranks <= _MOST_OWNERS:
+        yield Candidate(ranks, "sharded", ("zero=3",))
 
 
 def _dtype(config: RunConfig) -> str:

@@ -1,0 +1,137 @@
+"""Predicts published runs of Llama 3 on H100s, and says how far off it is.
+
+    python -m benchmarks.published_runs
+
+- torchtitan's table (pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md): machines of 8 H100 with 96 GB at
+  2.4 TB/s, 400 Gbit/s for each GPU between machines, sequences of 8192 words, 2 for each GPU.
+- The degrees of tensor parallelism of the Ultra-Scale Playbook (nanotron/ultrascale-playbook on Hugging Face).
+
+The efficiency of the cards is fitted to one row. All other rows are predicted with it, by the same code that
+``evener plan --cluster`` runs. Nothing is run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from benchmarks.interleaved import machine
+from benchmarks.llama import SIZES, Llama, llama_task
+from evener.core.config.run_config import RunConfig
+from evener.tools.plan.analytic import costs_of_work
+from evener.tools.plan.candidates import Candidate
+from evener.tools.plan.catalogue import find_entry, parse_bandwidth, parse_latency
+from evener.tools.plan.cluster import Cluster, Machine, PlannedCard, PlannedLink
+from evener.tools.plan.costs import step_time
+from evener.tools.plan.trials import quiet
+from evener.tools.plan.work import RankWork, StepWork, work_of
+
+GIB, LENGTH, EACH = 1 << 30, 8192, 2
+"""Words of a sequence, and sequences for each GPU."""
+BILLIONS = {"8B": 8.03, "70B": 70.6, "405B": 405.9}
+"""Published numbers of parameters."""
+FSDP = [
+    ("8 GPUs, compiled (fitted)", 8, 6667, 77.0),
+    ("8 GPUs, eager", 8, 5762, 82.4),
+    ("128 GPUs, compiled", 128, 6514, 62.0),
+    ("128 GPUs, eager", 128, 5605, 67.0),
+]
+"""Words a second for each GPU, and GiB."""
+TENSOR = {2: 13_923, 4: 12_421, 8: 10_903, 16: 6_246, 32: 2_146}
+NOT_PREDICTED = {
+    "8B with float8, 8 and 128 GPUs (8,532; 8,380)": "products in float8 are not counted apart",
+    "8B with context parallelism, 32k to 256k words (3,890; 2,540; 1,071; 548)": "float8, and another ring",
+    "70B, FSDP 32 x TP 8 (829; 876)": "float8; asynchronous tensor parallelism in the second",
+    "405B, FSDP 8 x TP 8 x PP 8 (100; 128)": "float8 and asynchronous tensor parallelism",
+    "405B with context parallelism (76; 47; 31; 16)": "float8 and asynchronous tensor parallelism",
+}
+
+
+def cluster(machines: int) -> Cluster:
+    """Returns machines of 8 H100, as torchtitan's table describes them."""
+    entry, nvlink = find_entry("cards", "H100 SXM")[1], find_entry("links", "NVLink 4")[1]
+    inside = PlannedLink(parse_latency(nvlink["latency"]), parse_bandwidth(nvlink["bandwidth"]))
+    network = PlannedLink(10e-6, 8 * 50e9)
+    card = PlannedCard("H100", "cuda", entry["flops"], 96 * GIB, 2.4e12, 0, None, False)
+    return Cluster((Machine("8 x H100", (card,) * 8, inside, 0),) * machines, network)
+
+
+def of_published_kind(plain: StepWork, again: StepWork) -> StepWork:
+    """Returns the work with selective checkpointing, which computes about every second product again, and with weights
+    that are gathered in bfloat16. Evener computes all of a block again or nothing, and gathers float32."""
+
+    def between(one: RankWork, other: RankWork) -> RankWork:
+        flops, moved = (one.flops + other.flops) // 2, (one.moved + other.moved) // 2
+        messages = tuple(
+            replace(each, nbytes=each.nbytes // 2) if each.kind == "all_gather" else each
+            for each in one.messages
+        )
+        return replace(one, flops=flops, moved=moved, messages=messages)
+
+    return replace(plain, ranks=tuple(map(between, plain.ranks, again.ranks)))
+
+
+def words_a_second(work: StepWork, batch: int, length: int, efficiency: float) -> float:
+    """Returns words a second for each GPU."""
+    ranks = work.layout.world_size
+    costs = costs_of_work(work, cluster(-(-ranks // 8)), "bfloat16", efficiency)
+    return batch * length / step_time(costs, batch).seconds / ranks
+
+
+def fitted(seconds: Callable[[float], float], wanted: float) -> float:
+    """Returns the efficiency with which a prediction is what was published, by bisection."""
+    low, high = 0.01, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if seconds(middle) < wanted else (low, middle)
+    return low
+
+
+def sharded(ranks: int, recompute: str | None) -> StepWork:
+    candidate = Candidate(ranks, "sharded", ("zero=3",), recompute=recompute)
+    with quiet():
+        return work_of(llama_task("8B", LENGTH), candidate, RunConfig(precision="bf16"), EACH * ranks, "cuda")
+
+
+def main() -> None:
+    print(machine())
+    for name, billions in BILLIONS.items():
+        with torch.device("meta"):
+            found = sum(each.numel() for each in Llama(SIZES[name]).parameters())
+        print(f"{name}: {found / 1e9:.2f} billion parameters, published {billions}")
+    works = {ranks: (sharded(ranks, None), sharded(ranks, "blocks")) for ranks in (8, 128)}
+    first = of_published_kind(*works[8])
+    efficiency = fitted(lambda part: words_a_second(first, EACH * 8, LENGTH, part), FSDP[0][2])
+    print(f"efficiency, fitted to the first row: {efficiency:.3f}\n")
+    print("| 8B, FSDP | published | predicted | error | GiB | GiB, all and no blocks computed again |")
+    print("|---|---|---|---|---|---|")
+    for name, ranks, per_second, gib in FSDP:
+        plain, again = works[ranks]
+        rate = words_a_second(of_published_kind(plain, again), EACH * ranks, LENGTH, efficiency)
+        low, high = (each.ranks[0].needed / GIB for each in (again, plain))
+        error = f"{rate / per_second - 1:+.1%}"
+        print(
+            f"| {name} | {per_second:,} | {rate:,.0f} | {error} | {gib} | {low:.1f} to {high:.1f} |",
+            flush=True,
+        )
+    print("\n| tensor, degree | published | of degree 2 | predicted of degree 2 | error |")
+    print("|---|---|---|---|---|")
+    task, base = llama_task("3B of alike heads", 4096), None
+    for degree, published in TENSOR.items():
+        with quiet():
+            work = work_of(task, Candidate(degree, "tensor"), RunConfig(precision="bf16-true"), EACH, "cuda")
+        rate = words_a_second(work, EACH, 4096, efficiency)
+        base = base or rate
+        own, predicted = published / TENSOR[2], rate / base
+        print(
+            f"| {degree} | {published:,} | {own:.2f} | {predicted:.2f} | {predicted / own - 1:+.0%} |",
+            flush=True,
+        )
+    for name, why in NOT_PREDICTED.items():
+        print(f"not predicted: {name}: {why}")
+
+
+if __name__ == "__main__":
+    main()
