@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -173,9 +173,9 @@ def as_on_a_card(model: Callable[[], nn.Module]) -> float:
     """Where ranks 0 and 1 take the way of a card."""
     own_meeting = normalize._meet
 
-    def meeting(mesh: Mesh) -> Peers:
+    def meeting(mesh: Mesh, axes: Sequence[str]) -> Peers:
         with mock.patch.object(mesh, "device_type", "cuda"):
-            return own_meeting(mesh)
+            return own_meeting(mesh, axes)
 
     with ExitStack() as cards:
         if dist.get_rank() < 2:

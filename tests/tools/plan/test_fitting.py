@@ -61,7 +61,14 @@ def test_sharded_weights_fit_where_whole_ones_do_not(needed: dict[str, int]) -> 
 
 @pytest.mark.parametrize(
     "more",
-    [{"strategy": "ddp"}, {"mesh": "data=2"}, {"processes": 1}, {"micro_batch": 4}, {"memory_limit": "1KB"}],
+    [
+        {"strategy": "ddp"},
+        {"mesh": "data=2"},
+        {"processes": 1},
+        {"processes": "2:3"},
+        {"micro_batch": 4},
+        {"memory_limit": "1KB"},
+    ],
 )
 def test_what_the_user_says_is_left_alone(more: dict[str, Any]) -> None:
     asked = settings(**{"memory_limit": "1MB"} | more)

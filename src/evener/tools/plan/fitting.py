@@ -27,10 +27,12 @@ def fitting_strategy(
     accelerator has, and ``sharded`` does not. The line is empty if nothing is changed.
     """
     kind = kind_taken(config.device)
+    if config.strategy != "auto" or ":" in str(config.processes):  # a range: any number of ranks may train
+        return config, ""
     ranks = one_number(config.processes) or default_processes(kind)
     limits = parse_limits(config.memory_limit, ranks)
     limits = [limit or memory_here(kind, rank) for rank, limit in enumerate(limits)]
-    asked = config.strategy != "auto" or config.mesh or config.memory_limit_at or config.samples_at_once
+    asked = config.mesh or config.memory_limit_at or config.samples_at_once
     if asked or ranks == 1 or not any(limits) or detect().world_size > 1:
         return config, ""
     try:
