@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,7 @@ class Attention(nn.Module):
 
     def __init__(self, size: LlamaSize) -> None:
         super().__init__()
-        self.head = size.width // size.heads
+        self.heads, self.head = size.heads, size.width // size.heads
         part = self.head * size.kv_heads
         self.query, self.key, self.value, self.out = (
             nn.Linear(size.width, features, bias=False) for features in (size.width, part, part, size.width)
@@ -123,13 +124,13 @@ class Zeros(Dataset[tuple[Tensor, Tensor]]):
         return words, words
 
 
-def llama_task(size: str, length: int = 8192, batch_size: int = 8) -> Task:
-    """Returns the training of a model with AdamW."""
+def llama_task(size: str, length: int = 8192, loss: Any = None) -> Task:
+    """Returns the training of a model with AdamW and cross entropy, or another loss of scores on dimension 1."""
     return Task(
         model=lambda: Llama(SIZES[size]),
         train=Zeros(length),
-        loss=nn.CrossEntropyLoss(),
+        loss=loss or nn.CrossEntropyLoss(),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4),
-        batch_size=batch_size,
+        batch_size=8,
         name=f"Llama 3 {size}",
     )

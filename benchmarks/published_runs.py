@@ -4,7 +4,8 @@
 
 - torchtitan's table (pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md): machines of 8 H100 with 96 GB at
   2.4 TB/s, 400 Gbit/s for each GPU between machines, sequences of 8192 words, 2 for each GPU.
-- The degrees of tensor parallelism of the Ultra-Scale Playbook (nanotron/ultrascale-playbook on Hugging Face).
+- The degrees of tensor parallelism of the Ultra-Scale Playbook (nanotron/ultrascale-playbook on Hugging Face), of which
+  only the ratios are compared: the model here has 3 billion parameters, and sequences of 4096 words.
 
 The efficiency of the cards is fitted to one row. All other rows are predicted with it, by the same code that
 ``evener plan --cluster`` runs. Nothing is run on a GPU.
@@ -17,6 +18,7 @@ from dataclasses import replace
 
 import torch
 
+import evener
 from benchmarks.interleaved import machine
 from benchmarks.llama import SIZES, Llama, llama_task
 from evener.core.config.run_config import RunConfig
@@ -95,6 +97,29 @@ def sharded(ranks: int, recompute: str | None) -> StepWork:
         return work_of(llama_task("8B", LENGTH), candidate, RunConfig(precision="bf16"), EACH * ranks, "cuda")
 
 
+def tensor_parallel(efficiency: float) -> None:
+    """Prints the degrees of tensor parallelism, with the messages of Evener and with as many as published."""
+    print(
+        "\n| tensor, degree | published | of degree 2 | predicted of it | error | with 4 sums a layer | error |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    size = "3B of alike heads"
+    task = llama_task(size, 4096, evener.nn.VocabularyParallelCrossEntropy())
+    base = list[float]()
+    for degree, published in TENSOR.items():
+        candidate = Candidate(degree, "tensor", ("plan=auto,head=vocabulary",))
+        with quiet():
+            work = work_of(task, candidate, RunConfig(precision="bf16-true"), EACH, "cuda")
+        own = work.ranks[0]
+        fewer = replace(own, messages=own.messages[: 4 * SIZES[size].layers])
+        kinds = work, replace(work, ranks=(fewer,))
+        rates = [words_a_second(each, EACH, 4096, efficiency) for each in kinds]
+        base, wanted = base or rates, published / TENSOR[2]
+        parts = [rate / first for rate, first in zip(rates, base, strict=True)]
+        cells = [f"{part:.2f} | {part / wanted - 1:+.0%}" for part in parts]
+        print(f"| {degree} | {published:,} | {wanted:.2f} | {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     print(machine())
     for name, billions in BILLIONS.items():
@@ -116,19 +141,7 @@ def main() -> None:
             f"| {name} | {per_second:,} | {rate:,.0f} | {error} | {gib} | {low:.1f} to {high:.1f} |",
             flush=True,
         )
-    print("\n| tensor, degree | published | of degree 2 | predicted of degree 2 | error |")
-    print("|---|---|---|---|---|")
-    task, base = llama_task("3B of alike heads", 4096), None
-    for degree, published in TENSOR.items():
-        with quiet():
-            work = work_of(task, Candidate(degree, "tensor"), RunConfig(precision="bf16-true"), EACH, "cuda")
-        rate = words_a_second(work, EACH, 4096, efficiency)
-        base = base or rate
-        own, predicted = published / TENSOR[2], rate / base
-        print(
-            f"| {degree} | {published:,} | {own:.2f} | {predicted:.2f} | {predicted / own - 1:+.0%} |",
-            flush=True,
-        )
+    tensor_parallel(efficiency)
     for name, why in NOT_PREDICTED.items():
         print(f"not predicted: {name}: {why}")
 

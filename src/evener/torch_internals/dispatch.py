@@ -14,6 +14,7 @@ Tested with torch 2.11, 2.13, 2.15.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -120,6 +121,17 @@ def written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
 
 
 # Fake tensors
+
+
+@contextmanager
+def refusals_not_logged() -> Iterator[None]:
+    """Keeps fake tensors from logging an error that an operator raises. It is raised anyway, and may be expected."""
+    log = logging.getLogger(FakeTensor.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def device_asked(function: Any, args: Sequence[Any]) -> torch.device | None:

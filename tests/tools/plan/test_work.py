@@ -147,6 +147,14 @@ def test_attention_counts() -> None:
     assert rank.flops == products + scores
 
 
+def test_guesses_of_tensor_parallelism_are_not_logged(capfd: pytest.CaptureFixture[str]) -> None:
+    """It tries divisions, of which fake tensors log the errors."""
+    task = language_task(50, 64 * 3, 1, 32, 2)
+    found = work_of(task, Candidate(2, "tensor"), RunConfig(), 2, "cuda")
+    assert found.ranks[0].messages
+    assert "failed while attempting" not in capfd.readouterr().err
+
+
 def test_a_rank_without_samples_computes_one() -> None:
     found = work_of(classes_task(mlp, 16), Candidate(2, "ddp"), RunConfig(), 1, "cuda")
     assert found.ranks[0].flops == flops(1)

@@ -19,6 +19,7 @@ from evener.strategies.interfaces import StrategySettings
 from evener.tools.estimate.estimate import estimate_ranks, refuse_unknowable, settings_of_two_steps
 from evener.tools.estimate.traffic import Message
 from evener.tools.plan.candidates import Candidate
+from evener.torch_internals.dispatch import refusals_not_logged
 from evener.training.factory import strategy_of
 
 MOST_STAGES = 16
@@ -79,7 +80,7 @@ def work_of(task: Task, candidate: Candidate, config: RunConfig, batch_size: int
     stages = layout.slices(["pipeline"])[0]
     if len(stages) > MOST_STAGES:
         raise ConfigurationError(f"a pipeline of {len(stages)} stages: at most {MOST_STAGES} are planned")
-    with _older_objects_set_apart():
+    with _older_objects_set_apart(), refusals_not_logged():
         found = estimate_ranks(task, settings_of_two_steps(asked), stages, candidate.ranks, kind)
     index = [layout.data_axis(rank).index for rank in stages]
     return StepWork(
