@@ -44,6 +44,10 @@ def test_a_limit_that_is_enough_is_kept() -> None:
         ((*PLAN, "--memory-limit", "much"), "'much' is no size"),
         ((*PLAN, "--memory-limit", "1,2,3"), "3 limits for 2 ranks"),
         ((*PLAN, "--strategy", "pipeline"), "cut="),
+        (("plan", "digits", "--device", "cpu", "--processes", "9999"), "ask for at most"),
+        (("plan", "digits", "--device", "cpu", "--processes", "2:3"), "give one number here"),
+        (("plan", "digits", "--cluster", "a.toml", "--save", "b.json"), "leave out --from and --save"),
+        (("plan", "digits", "--explain", "run"), "--from"),
     ],
 )
 def test_what_a_user_gets_wrong(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from evener.cli import options
 from evener.cli.parsing import CommandHelp, Parser
+from evener.core.config.process_range import one_number
 from evener.core.config.run_config import RunConfig
 from evener.core.config.sizes import parse_limits, size_words
 from evener.errors import ConfigurationError
@@ -70,6 +71,8 @@ def execute(arguments: argparse.Namespace) -> int:
     options.find_modules_here()
     from evener.files import write_json
 
+    if not (arguments.cluster or arguments.source or arguments.memory):
+        _check_trials(config)
     found, fits = dict[str, Any](), True
     if not arguments.cluster:
         found, fits = _memory(arguments, config)
@@ -82,6 +85,15 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         write_json(arguments.json, found)
     return 0 if fits else 1
+
+
+def _check_trials(config: RunConfig) -> None:
+    """Raises ConfigurationError if this machine cannot run the trials, before any work is done."""
+    from evener.distributed.environment import check_processes, kind_taken
+
+    processes, kind = one_number(config.processes), kind_taken(config.device)
+    if processes is not None:
+        check_processes(processes, kind)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
