@@ -65,10 +65,11 @@ def execute(arguments: argparse.Namespace) -> int:
 
     way = None
     if arguments.plan is not None:
-        config, way = chosen_way(arguments.plan, config)
+        given = options.task_options_of(arguments)
+        config, way = chosen_way(arguments.plan, config, arguments.task, given)
         if speaks(os.environ):
             print(prediction_text(arguments.plan, way), file=unheard(sys.stderr), flush=True)
-    elif config.strategy == "auto":
+    elif config.memory_limit is not None and arguments.nnodes is None:
         config = _fitting(arguments, config)
     if config.run_dir is None:
         config = config.replace(run_dir=_resumed(config))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from evener.balance.time_model import Line
 from evener.core.config.run_config import RunConfig
-from evener.errors import DataError
+from evener.errors import ConfigurationError, DataError
+from evener.strategies.ddp import Ddp
 from evener.tools.plan.calibration import FORMAT, Calibration
 from evener.tools.plan.candidates import Candidate
 from evener.tools.plan.costs import StepCosts
@@ -87,3 +89,15 @@ def test_a_value_of_the_wrong_kind_is_refused(path: Path) -> None:
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is no calibration of evener plan"):
         Calibration.read(tmp_path / "none.json")
+
+
+def test_a_strategy_and_its_options_choose_among_the_ways() -> None:
+    def found(**settings: Any) -> list[str]:
+        return [way.candidate.strategy for way in ways_of(CALIBRATION, RunConfig(**settings), 32)]
+
+    assert sorted(found()) == ["ddp", "tensor"]
+    assert found(strategy="tensor") == found(mesh="data=2,tensor=2") == ["tensor"]
+    assert found(strategy="tensor", strategy_option=("plan=up=colwise",)) == []
+    assert found(processes=2) == ["ddp"]
+    with pytest.raises(ConfigurationError, match="a plan is made of names"):
+        found(strategy=Ddp())

@@ -12,9 +12,10 @@ from evener.balance.time_model import Line
 from evener.core.config.run_config import RunConfig
 from evener.errors import ConfigurationError, DataError
 from evener.tools.plan import Calibration, StepCosts, chosen_way, compared_step
-from evener.tools.plan.calibration import this_machine
+from evener.tools.plan.calibration import counted_settings, this_machine
 from evener.tools.plan.candidates import Candidate
 from evener.tools.plan.trials import WARM_STEPS
+from tests.tools.estimate.test_estimate import small
 
 SINGLE, DDP, SHARDED = Candidate(1, "single"), Candidate(2, "ddp"), Candidate(2, "sharded", ("zero=3",))
 
@@ -27,7 +28,12 @@ def costs(ranks: int, each: float, rest: float, *sizes: int) -> StepCosts:
 
 def calibration(**more: Any) -> Calibration:
     ways = {SINGLE: costs(1, 1e-3, 0.0), DDP: costs(2, 1e-3, 4e-3), SHARDED: costs(2, 1e-3, 8e-3)}
-    return Calibration(**{"task": "small", "batch_size": 64, "costs": ways, "machine": this_machine()} | more)
+    usual = {"task": "small", "batch_size": 64, "costs": ways, "machine": this_machine()}
+    return Calibration(**usual | {"settings": counted_settings(RunConfig())} | more)
+
+
+def chosen(path: Path, config: RunConfig) -> Any:
+    return chosen_way(path, config, lambda: small(name="small"))
 
 
 @pytest.fixture
@@ -37,15 +43,15 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_the_fastest_way_is_taken(saved: Path) -> None:
-    config, way = chosen_way(saved, RunConfig(epochs=3))
+    config, way = chosen(saved, RunConfig(epochs=3))
     assert (config.strategy, config.processes, config.epochs) == ("ddp", 2, 3)
     assert way.time.seconds == pytest.approx(32e-3 + 4e-3)
-    config, _ = chosen_way(saved, RunConfig(batch_size=4))
+    config, _ = chosen(saved, RunConfig(batch_size=4))
     assert (config.strategy, config.processes) == ("single", 1)  # 4 ms of messages save 2 ms
 
 
 def test_no_more_processes_are_taken_than_the_settings_allow(saved: Path) -> None:
-    assert chosen_way(saved, RunConfig(processes=1))[0].strategy == "single"
+    assert chosen(saved, RunConfig(processes=1))[0].strategy == "single"
 
 
 def test_ranks_of_another_launcher_are_as_many_as_they_are(
@@ -53,10 +59,10 @@ def test_ranks_of_another_launcher_are_as_many_as_they_are(
 ) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert chosen_way(saved, RunConfig(batch_size=4))[0].strategy == "ddp"
+    assert chosen(saved, RunConfig(batch_size=4))[0].strategy == "ddp"
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigurationError, match="on 3 ranks"):
-        chosen_way(saved, RunConfig())
+        chosen(saved, RunConfig())
 
 
 @pytest.mark.parametrize(
@@ -66,18 +72,24 @@ def test_ranks_of_another_launcher_are_as_many_as_they_are(
         ({"mesh": "data=2"}, "leave out strategy"),
         ({"memory_limit": "1GB"}, "memory limits"),
         ({"batch_size": 65}, "none with more than 64"),
-        ({"micro_batch": 8}, "no way that was tried"),
+        ({"micro_batch": 8}, "micro_batch=None, and this is micro_batch=8"),
+        ({"precision": "bf16"}, "precision=None, and this is precision=bf16"),
     ],
 )
 def test_what_a_plan_cannot_choose_is_refused(saved: Path, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        chosen_way(saved, RunConfig(**settings))
+        chosen(saved, RunConfig(**settings))
+
+
+def test_a_plan_of_another_task_is_refused(saved: Path) -> None:
+    with pytest.raises(ConfigurationError, match="of the task 'small', and this is 'another'"):
+        chosen_way(saved, RunConfig(), lambda: small(name="another"))
 
 
 def test_a_plan_of_another_machine_is_refused(tmp_path: Path) -> None:
     calibration(machine="another, torch 1.0").save(tmp_path / "plan.json")
     with pytest.raises(ConfigurationError, match=r"another, torch 1\.0"):
-        chosen_way(tmp_path / "plan.json", RunConfig())
+        chosen(tmp_path / "plan.json", RunConfig())
 
 
 # A run beside its prediction

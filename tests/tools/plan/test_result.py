@@ -94,4 +94,6 @@ def test_the_reason_has_the_part_that_computes_and_the_missing_bytes() -> None:
     found = Way(Candidate(2, "ddp"), step_time(costs, 64), costs, needed=3 * 2**20, limit=2**20)
     assert "75%" in reason(found)
     assert "25%" in reason(found)
-    assert "2 MiB" in reason(found)
+    assert "2.01 MiB" in reason(found)  # one percent of the limit stays free
+    assert not replace(found, needed=2**20).fits
+    assert replace(found, needed=2**20).lacking == 2**20 - int(0.99 * 2**20)

@@ -10,13 +10,20 @@ from typing import Any
 import torch
 
 from evener.balance.time_model import Line
-from evener.errors import DataError
+from evener.core.config.run_config import RunConfig
+from evener.distributed.environment import kind_taken
+from evener.errors import ConfigurationError, DataError
 from evener.files import read_json, write_json
 from evener.hardware.survey.host import processor_name
 from evener.tools.plan.candidates import Candidate
 from evener.tools.plan.costs import StepCosts
 
 FORMAT = "evener-calibration-1"
+_COUNTED = (
+    *("device", "micro_batch", "recompute", "dtype", "precision", "precision_of", "workers", "batch_norm"),
+    *("compile", "compile_mode", "compile_backend", "allreduce", "compress", "bucket_mb", "clip_norm"),
+    *("offload", "optimizer_state", "fused_optimizer", "update_in_backward"),
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,20 @@ class Calibration:
     load: float = 0.0
     """Programs that wanted to compute, besides, when the trials began."""
     machine: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The settings of the trials on which the time or the memory of a step depends."""
+
+    def check(self, task: str, config: RunConfig) -> None:
+        """Raises ConfigurationError if the trials were of another task, or with other settings."""
+        if task != self.task:
+            raise ConfigurationError(f"the plan is of the task {self.task!r}, and this is {task!r}")
+        for name, here in counted_settings(config).items():
+            there = self.settings.get(name)
+            if here != there:
+                raise ConfigurationError(
+                    f"the plan was tried with {name}={there}, and this is {name}={here}: give the same, or make a plan "
+                    "for this"
+                )
 
     def save(self, path: Path) -> None:
         """Writes the calibration to a file."""
@@ -63,6 +84,14 @@ class Calibration:
             raise DataError(
                 f"{path} is no calibration of evener plan: {error}. Make one with evener plan TASK --save {path}"
             ) from error
+
+
+def counted_settings(config: RunConfig) -> dict[str, Any]:
+    """Returns the settings on which the time or the memory of a step depends, besides those that a plan chooses or
+    predicts for, as JSON has them."""
+    values = {name: getattr(config, name) for name in _COUNTED}
+    values["device"] = kind_taken(config.device)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def this_machine() -> str:

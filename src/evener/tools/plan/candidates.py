@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from evener.core.config.run_config import RunConfig
+from evener.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,29 @@ def numbers_of_ranks(most: int) -> list[int]:
     return sorted(
         {*range(1, min(most, 4) + 1), *(2**k for k in range(most.bit_length()) if 2**k <= most), most}
     )
+
+
+def candidates_of(ranks: int, config: RunConfig) -> list[Candidate]:
+    """Returns the ways to train on a number of ranks that the settings leave open, the most usual first.
+
+    Raises:
+        ConfigurationError: If the strategy is an object, which a plan cannot name.
+    """
+    found = candidates_for(ranks, strategy_named(config), config.strategy_option, config.mesh)
+    return [replace(each, micro_batch=config.samples_at_once, recompute=config.recompute) for each in found]
+
+
+def strategy_named(config: RunConfig) -> str:
+    """Returns the name of the strategy of the settings.
+
+    Raises:
+        ConfigurationError: If it is an object.
+    """
+    if not isinstance(config.strategy, str):
+        raise ConfigurationError(
+            f"strategy is {config.strategy}, and a plan is made of names: give the name, and strategy_option"
+        )
+    return config.strategy
 
 
 def candidates_for(

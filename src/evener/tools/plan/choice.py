@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from evener.core.config.run_config import RunConfig
+from evener.core.task.task import TaskLike, resolve
 from evener.distributed.environment import detect
 from evener.errors import ConfigurationError
 from evener.tools.plan.calibration import Calibration, this_machine
 from evener.tools.plan.plan import ways_of
 from evener.tools.plan.result import Way
+from evener.training.builtin_tasks import BUILT_IN
 
 
-def chosen_way(path: Path, config: RunConfig) -> tuple[RunConfig, Way]:
+def chosen_way(
+    path: Path, config: RunConfig, task: TaskLike, options: Mapping[str, Any] | None = None
+) -> tuple[RunConfig, Way]:
     """Returns the settings of a run in the fastest way of a calibration, and that way.
 
     Ways count that have taken steps with at least as many samples, so that they do not run out of memory. With ranks
     that another launcher has started, ways of their number count.
 
+    Args:
+        task: What is trained.
+        options: Keyword arguments of the task's function.
+
     Raises:
-        ConfigurationError: If the settings say already how to train, or no way counts.
+        ConfigurationError: If the plan is of another task, machine or settings, if the settings say already how to
+            train, or if no way counts.
         DataError: If the file is no calibration.
     """
     if config.strategy != "auto" or config.mesh or config.strategy_option:
@@ -36,15 +47,13 @@ def chosen_way(path: Path, config: RunConfig) -> tuple[RunConfig, Way]:
             f"{path} was made on another machine ({calibration.machine}; this is {this_machine()}): make one here with "
             "evener plan TASK --save"
         )
+    calibration.check(resolve(task, BUILT_IN, options)().name, config)
     batch_size = config.batch_size or calibration.batch_size
     world_size = detect().world_size
     ways = [
         way
         for way in ways_of(calibration, config, batch_size)
-        if max(way.costs.sizes) >= batch_size
-        and way.candidate.micro_batch == config.samples_at_once
-        and way.candidate.recompute == config.recompute
-        and world_size in (1, way.candidate.ranks)
+        if max(way.costs.sizes) >= batch_size and world_size in (1, way.candidate.ranks)
     ]
     if not ways:
         tried = max((size for costs in calibration.costs.values() for size in costs.sizes), default=0)

@@ -10,9 +10,7 @@ from evener.core.config.run_config import RunConfig
 from evener.core.config.sizes import parse_limits, size_words
 from evener.core.task.task import TaskLike
 from evener.distributed.environment import default_processes, detect, kind_taken
-from evener.errors import ConfigurationError
 from evener.tools.estimate import MemoryEstimate, estimate_memory
-from evener.tools.plan.plan import memory_here
 
 _LESS_MEMORY: tuple[tuple[str, ...], ...] = (("zero=1",), ("zero=2",), ("zero=3",))
 """Options of ``sharded``, from the one that costs the least time to the one that needs the least memory."""
@@ -23,17 +21,17 @@ def fitting_strategy(
 ) -> tuple[RunConfig, str]:
     """Returns settings with which a run fits into memory, and a line that says what was changed.
 
-    Only settings with the strategy ``auto`` are changed, and only if ``ddp`` needs more than a rank's memory limit or
-    accelerator has, and ``sharded`` does not. The line is empty if nothing is changed.
+    Only settings with the strategy ``auto`` are changed, and only if ``ddp`` needs more than a rank's memory limit, and
+    ``sharded`` does not. The line is empty if nothing is changed. Without a limit nothing is looked at: to ask an
+    accelerator for its memory takes some of it from the ranks.
     """
-    kind = kind_taken(config.device)
-    if config.strategy != "auto" or ":" in str(config.processes):  # a range: any number of ranks may train
+    asked = config.strategy != "auto" or config.mesh or config.memory_limit_at or config.micro_batch
+    any_number = ":" in str(config.processes)
+    if asked or any_number or config.memory_limit is None or detect().world_size > 1:
         return config, ""
-    ranks = one_number(config.processes) or default_processes(kind)
+    ranks = one_number(config.processes) or default_processes(kind_taken(config.device))
     limits = parse_limits(config.memory_limit, ranks)
-    limits = [limit or memory_here(kind, rank) for rank, limit in enumerate(limits)]
-    asked = config.mesh or config.memory_limit_at or config.samples_at_once
-    if asked or ranks == 1 or not any(limits) or detect().world_size > 1:
+    if ranks == 1:
         return config, ""
     try:
         usual = estimate_memory(task, config, options=options)
@@ -43,7 +41,7 @@ def fitting_strategy(
             found = estimate_memory(task, smaller, options=options)
             if not found.exceeding(limits):
                 return smaller, _words(usual, found, limits[exceeding[0].rank] or 0, chosen)
-    except ConfigurationError:  # what memory depends on is not known before the run
+    except Exception:  # memory is not known before the run, or what is wrong is for the run to say
         pass
     return config, ""
 

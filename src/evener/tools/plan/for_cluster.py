@@ -20,7 +20,7 @@ from evener.tools.plan.candidates import (
     NEVER_TRIED,
     SPECIAL,
     Candidate,
-    candidates_for,
+    candidates_of,
     in_less_memory,
     numbers_of_ranks,
 )
@@ -218,11 +218,10 @@ def _in_order(most: int) -> list[int]:
 
 
 def _candidates(ranks: int, config: RunConfig, cards: int) -> list[Candidate]:
-    strategy = config.strategy if isinstance(config.strategy, str) else "auto"
-    found = candidates_for(ranks, strategy, config.strategy_option, config.mesh)
-    if ranks > MANY and strategy == "auto" and config.mesh is None:
-        found = list(_many_ways(ranks, cards))
-    return [replace(each, micro_batch=config.samples_at_once, recompute=config.recompute) for each in found]
+    if ranks <= MANY or config.strategy != "auto" or config.mesh is not None:
+        return candidates_of(ranks, config)
+    micro_batch, recompute = config.samples_at_once, config.recompute
+    return [replace(each, micro_batch=micro_batch, recompute=recompute) for each in _many_ways(ranks, cards)]
 
 
 def _many_ways(ranks: int, cards: int) -> Iterator[Candidate]:

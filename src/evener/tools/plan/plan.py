@@ -21,8 +21,15 @@ from evener.distributed.environment import default_processes, kind_taken, usable
 from evener.errors import ConfigurationError, EvenerError
 from evener.hardware import accelerators
 from evener.tools.estimate import estimate_memory
-from evener.tools.plan.calibration import Calibration, this_machine
-from evener.tools.plan.candidates import NEVER_TRIED, SPECIAL, Candidate, candidates_for, numbers_of_ranks
+from evener.tools.plan.calibration import Calibration, counted_settings, this_machine
+from evener.tools.plan.candidates import (
+    NEVER_TRIED,
+    SPECIAL,
+    Candidate,
+    candidates_of,
+    numbers_of_ranks,
+    strategy_named,
+)
 from evener.tools.plan.costs import StepCosts, StepTime, step_time
 from evener.tools.plan.measured import costs_of, repeat_spread
 from evener.tools.plan.result import TrainingPlan, Way
@@ -73,6 +80,7 @@ def make_plan(
     batch_size = config.batch_size or built.batch_size
     if calibration is None:
         calibration = calibrate(task, config, options=options, seconds=seconds)
+    calibration.check(built.name, config)
     ways = ways_of(calibration, config, batch_size)
     if not ways:
         reasons = "; ".join(f"{name}: {why}" for name, why in calibration.refused.items())
@@ -100,13 +108,14 @@ def make_plan(
 
 def ways_of(calibration: Calibration, config: RunConfig, batch_size: int) -> list[Way]:
     """Returns the ways of a calibration that the settings allow, fastest first."""
-    wanted = config.strategy if isinstance(config.strategy, str) else "auto"
-    most = one_number(config.processes)
+    wanted, most = strategy_named(config), one_number(config.processes)
     ways = [
         Way(candidate, predicted(costs, candidate, config, batch_size), costs)
         for candidate, costs in calibration.costs.items()
         if (most is None or candidate.ranks <= most)
-        and (wanted == "auto" or candidate.ranks == 1 or candidate.strategy == wanted)
+        and (candidate.ranks == 1 or wanted in ("auto", candidate.strategy))
+        and (candidate.ranks == 1 or config.strategy_option in ((), candidate.options))
+        and (candidate.ranks == 1 or config.mesh in (None, candidate.mesh))
     ]
     return sorted(ways, key=lambda way: way.time.seconds)
 
@@ -148,14 +157,13 @@ def calibrate(
     refused = {name: why for name, why in refused.items() if name not in {each.words for each in costs}}
     devices = tuple(accelerators.name_of(each) or each.type for each in _devices(kind, max(numbers)))
     spread = max(spreads, default=0.0)
-    return Calibration(built.name, batch_size, costs, refused, spread, devices, load, this_machine())
+    about = (devices, load, this_machine(), counted_settings(config))
+    return Calibration(built.name, batch_size, costs, refused, spread, *about)
 
 
 def _asked(ranks: int, config: RunConfig, batch_size: int) -> list[tuple[Candidate, int]]:
     """Returns the trials on a number of ranks. The first is made once more at the end."""
-    strategy = config.strategy if isinstance(config.strategy, str) else "auto"
-    found = candidates_for(ranks, strategy, config.strategy_option, config.mesh)
-    found = [replace(each, micro_batch=config.samples_at_once, recompute=config.recompute) for each in found]
+    found = candidates_of(ranks, config)
     sizes = [batch_size, *([smaller] if (smaller := max(ranks, batch_size // 4)) < batch_size else [])]
     return [*((each, size) for each in found for size in sizes), (found[0], batch_size)]
 

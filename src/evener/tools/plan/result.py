@@ -32,9 +32,16 @@ class Way:
     """What makes it another training than that of one device; else empty."""
 
     @property
+    def lacking(self) -> int:
+        """Bytes that the rank with the most lacks; 0 if it fits, or if that is not known."""
+        if self.needed is None or self.limit is None:
+            return 0
+        return max(0, self.needed - int((1 - HEADROOM) * self.limit))
+
+    @property
     def fits(self) -> bool:
         """True unless a rank would need more memory than it has."""
-        return self.needed is None or self.limit is None or self.needed <= (1 - HEADROOM) * self.limit
+        return not self.lacking
 
     def as_json(self) -> dict[str, Any]:
         """Returns the way as JSON-serializable values."""
@@ -172,7 +179,4 @@ def reason(way: Way) -> str:
         "input": "waits for samples",
     }[name]
     sentence = f"{compute:.0%} of a step computes" + (f", {part:.0%} is {words}" if part >= 0.02 else "")
-    if way.needed is not None and not way.fits:
-        assert way.limit is not None
-        return f"{sentence}; needs {size_words(way.needed - way.limit)} more than there is"
-    return sentence
+    return f"{sentence}; needs {size_words(way.lacking)} more than there is" if way.lacking else sentence
