@@ -110,6 +110,8 @@ class StepRecord:
     merge_spread: tuple[float, ...] = ()
     """For each merge of a round of local steps: the root mean square distance of the replicas from their mean, as a
     multiple of how far the mean has gone since the last merge. 0 means that all replicas have gone the same way."""
+    merge_ranks: tuple[tuple[int, ...], ...] = ()
+    """The ranks in each merge of a round of local steps with a quorum, but for the last merge, in which all are."""
     merges: tuple[tuple[tuple[int, int, int, int], ...], ...] = ()
     """The merges of a section of asynchronous training in their order, each with the ranges that it holds in the order
     in which they were added: the rank, the number of merges of the section before the weights that it had, and the
@@ -198,6 +200,8 @@ class RunSummary:
     updates_of_server: str = ""
     """Description of the updates of asynchronous training: their number, and the age of their gradients in versions and
     in samples; else empty."""
+    late_for_merges: str = ""
+    """Description of the merges with a quorum that did not wait for all ranks; empty if there were none."""
     precision: str = ""
     """Precision of the computation; empty if it was left as the task makes it."""
     memory: list[dict[str, int]] = field(default_factory=list)

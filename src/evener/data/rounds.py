@@ -15,6 +15,8 @@ form the *team* of a replica, and each computes a part of its local batches. The
 of the replicas, and not on which rank computes what, so the training does not either.
 
 In a round of warm-up, all replicas take each batch together, as one step of data parallelism.
+
+With a quorum, a round has several merges, one every ``sync_every`` batches, and all replicas meet in the last one.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class RoundPlan:
     """What the replicas of one rank do in a round."""
 
     batches: int
-    """The number of batches in the round: ``sync_every``, or fewer at the end of an epoch."""
+    """The number of batches in the round. The last one of an epoch may have fewer than others."""
     together: tuple[tuple[LocalBatch, ...], ...]
     """Steps of warm-up, which all replicas take together: for each the samples of the replicas of this rank."""
     segments: tuple[RoundSegment, ...]
@@ -81,7 +83,7 @@ class Rounds:
 
     replicas: int
     sync_every: int
-    """The number of batches in a round."""
+    """The number of batches between two merges."""
     batch_size: int
     """The number of samples in a batch, over all replicas."""
     rank: int = 0
@@ -94,11 +96,18 @@ class Rounds:
     """The number of parts of the model that merge in turn."""
     delay: int = 0
     """The number of batches between the moment in which a fragment is sent and the one in which it merges."""
+    merges: int = 1
+    """The number of merges of the whole model in a round."""
+
+    @property
+    def batches(self) -> int:
+        """The number of batches in a round."""
+        return self.sync_every * self.merges
 
     @property
     def size(self) -> int:
         """The number of samples in a round."""
-        return self.sync_every * self.batch_size
+        return self.batches * self.batch_size
 
     @property
     def team(self) -> int:
@@ -131,7 +140,7 @@ class Rounds:
 
     def count(self, batches: int | None) -> int | None:
         """Returns the number of rounds that ``batches`` batches take."""
-        return None if batches is None else -(-batches // self.sync_every)
+        return None if batches is None else -(-batches // self.batches)
 
     def of_ranks(self, shares: Sequence[int]) -> tuple[int, ...]:
         """Returns the sum of ``shares`` for each rank."""
@@ -226,14 +235,16 @@ def _segments(rounds: Rounds, local: dict[int, list[LocalBatch]], batches: int) 
     """Yields the segments of ``batches`` batches. In a round that is cut short, nothing is sent ahead."""
     if not batches:
         return
-    fragments, delay = rounds.fragments, rounds.delay if batches == rounds.sync_every else 0
-    merges = [batches * (fragment + 1) / fragments for fragment in range(fragments)]
+    fragments, delay = rounds.fragments, rounds.delay if batches == rounds.batches else 0
+    merges = [(batches * (fragment + 1) / fragments, fragment) for fragment in range(fragments)]
+    if rounds.merges > 1:
+        merges += [(moment, 0) for moment in range(rounds.sync_every, batches, rounds.sync_every)]
     before = 0.0
-    for moment in sorted({*merges, *(merge - delay for merge in merges)}):
+    for moment in sorted({merge - early for merge, _ in merges for early in (0, delay)}):
         yield RoundSegment(
             tuple(each for steps in local.values() for each in _between(steps, before, moment, batches)),
-            tuple(at for at, merge in enumerate(merges) if merge - delay == moment),
-            tuple(at for at, merge in enumerate(merges) if merge == moment),
+            tuple(fragment for merge, fragment in merges if merge - delay == moment),
+            tuple(fragment for merge, fragment in merges if merge == moment),
         )
         before = moment
 

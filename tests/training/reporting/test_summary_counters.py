@@ -51,6 +51,15 @@ def test_the_summary_gets_the_numbers_of_steps_and_of_the_last_evaluation() -> N
     assert (told["final_loss"], told["metrics"]) == (1.0, {"accuracy": 0.5})
 
 
+def test_ranks_that_merges_did_not_wait_for_are_told() -> None:
+    tally = SummaryCounters(3)
+    tally.step(StepRecord(0, 0, 1.0, 12, 1.0, (4, 4, 4), 0.1, merge_ranks=((0, 1, 2),)))
+    assert tally.describe(1.0)["late_for_merges"] == ""
+    tally.step(StepRecord(1, 0, 1.0, 12, 1.0, (4, 4, 4), 0.1, merge_ranks=((0, 2), (0, 1), (0, 2))))
+    expected = "of 4 merges with a quorum these came too late for: rank 1 2, rank 2 1; they merged later"
+    assert tally.describe(1.0)["late_for_merges"] == expected
+
+
 def test_the_ages_of_gradients_are_told_in_versions_and_in_samples() -> None:
     tally = SummaryCounters(3)
     merges = (((0, 0, 0, 4),), ((2, 0, 4, 8), (0, 1, 8, 10)), ((0, 0, 10, 12),))

@@ -5,6 +5,7 @@
 ``stepper``             takes the steps of a round
 ``replicas``            the replicas that a rank carries: weights, buffers, optimizer state
 ``merge``               merges differences of weights by counts, with an outer optimizer
+``quorum``              decides which replicas merge, if a merge does not wait for all
 ``buffers``             merges running statistics by the law of total variance
 ======================  =========================================================================
 

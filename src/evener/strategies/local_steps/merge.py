@@ -30,6 +30,20 @@ from evener.strategies.local_steps.replicas import ReplicaSet
 
 
 @dataclass(frozen=True)
+class MergeGroup:
+    """Ranks that merge together."""
+
+    group: dist.ProcessGroup | None
+    """None if this rank merges alone."""
+    all_reduce: AllReduce | None
+
+    def close(self) -> None:
+        """Frees the resources of the all-reduce."""
+        if self.all_reduce is not None:
+            self.all_reduce.close()
+
+
+@dataclass(frozen=True)
 class SentFragment:
     """The differences of a fragment, on their way over the ranks."""
 
@@ -50,8 +64,7 @@ class Merge:
     """Merges fragments of the model.
 
     Args:
-        group: The ranks that carry other replicas. None if this rank carries all.
-        all_reduce: Sums differences over the ranks. None without a group.
+        everyone: All ranks.
         unit: The number of terms that counts as the weight 1. Keeps numbers in the range of half precision.
         alpha: The part of a replica's own weights that stays in a merge.
     """
@@ -61,13 +74,12 @@ class Merge:
         learner: Learner,
         replicas: ReplicaSet,
         outer: torch.optim.Optimizer,
-        group: dist.ProcessGroup | None,
-        all_reduce: AllReduce | None,
+        everyone: MergeGroup,
         unit: float,
         alpha: float,
     ) -> None:
         self._learner, self._replicas, self._outer = learner, replicas, outer
-        self._group, self._all_reduce = group, all_reduce
+        self._everyone = everyone
         self._unit, self._alpha = unit, alpha
         self._sent: dict[int, SentFragment] = {}
         self.spreads: list[float] = []
@@ -76,11 +88,12 @@ class Merge:
     @property
     def words(self) -> str:
         """A description of the all-reduce."""
-        return self._all_reduce.words if self._all_reduce else "none: one rank"
+        all_reduce = self._everyone.all_reduce
+        return all_reduce.words if all_reduce else "none: one rank"
 
     @torch.no_grad()
-    def send(self, fragment: int, parameters: list[nn.Parameter]) -> None:
-        """Starts to sum the differences of a fragment over the ranks. All ranks must call this together."""
+    def send(self, fragment: int, parameters: list[nn.Parameter], over: MergeGroup) -> None:
+        """Starts to sum the differences of a fragment over the ranks of ``over``, which must call this together."""
         trained = [p for p in parameters if p.requires_grad and p.numel()]
         weights = [(replica.terms - replica.sent[fragment]) / self._unit for replica in self._replicas.all]
         for replica in self._replicas.all:
@@ -91,13 +104,12 @@ class Merge:
         flats = [self._weighted(bucket, weights, squares) for bucket in buckets]
         numbers = torch.stack([torch.tensor(sum(weights), dtype=widest(device), device=device), squares])
         work: list[Work | dist.Work] = []
-        if self._all_reduce is not None:
+        if over.all_reduce is not None:
             with waiting():
                 work = [
-                    self._all_reduce(flat, key_of(bucket))
-                    for flat, bucket in zip(flats, buckets, strict=True)
+                    over.all_reduce(flat, key_of(bucket)) for flat, bucket in zip(flats, buckets, strict=True)
                 ]
-                summed = dist.all_reduce(numbers, group=self._group, async_op=True)
+                summed = dist.all_reduce(numbers, group=over.group, async_op=True)
                 assert summed is not None
                 work.append(summed)
         self._sent[fragment] = SentFragment(buckets, flats, numbers, work)
@@ -118,7 +130,7 @@ class Merge:
 
     @torch.no_grad()
     def finish(self, fragment: int) -> bool:
-        """Waits for a fragment's sum and steps the outer optimizer. All ranks must call this together.
+        """Waits for a fragment's sum and steps the outer optimizer. The ranks of `send` must call this together.
 
         If a difference is not finite, or no replica has trained on any term, the merged weights stay as they are, on
         all ranks alike, and the replicas go on from them.
@@ -174,5 +186,4 @@ class Merge:
 
     def close(self) -> None:
         """Frees the resources of the all-reduce."""
-        if self._all_reduce is not None:
-            self._all_reduce.close()
+        self._everyone.close()

@@ -31,7 +31,8 @@ from evener.hardware.timers import waiting
 from evener.strategies.interfaces import StepOutcome
 from evener.strategies.learner import Learner
 from evener.strategies.local_steps.buffers import BufferMerge
-from evener.strategies.local_steps.merge import Merge, widest
+from evener.strategies.local_steps.merge import Merge, MergeGroup, widest
+from evener.strategies.local_steps.quorum import QuorumMerges, QuorumRules
 from evener.strategies.local_steps.replicas import ReplicaSet
 from evener.strategies.reducer import all_reduce_of, sum_in_buckets
 from evener.strategies.single import NoSync
@@ -46,6 +47,7 @@ class LocalSteps(Plain):
         fragments: The parameters of each fragment.
         alpha: The part of a replica's own weights that stays in a merge.
         words: A description of the merge.
+        quorum: Which replicas a merge needs. None if it needs all.
     """
 
     updates = True
@@ -58,6 +60,7 @@ class LocalSteps(Plain):
         fragments: list[list[torch.nn.Parameter]],
         alpha: float,
         words: str,
+        quorum: QuorumRules | None,
     ) -> None:
         super().__init__(learner)
         self._rounds, self._fragments = rounds, fragments
@@ -66,7 +69,13 @@ class LocalSteps(Plain):
         keeps_own = len(fragments) > 1 or alpha > 0
         self.replicas = ReplicaSet(learner, rounds, keeps_own, outer, fragments, words)
         unit = float(rounds.size)
-        self.merge = Merge(learner, self.replicas, outer, self._group, all_reduce, unit, alpha)
+        self._everyone = MergeGroup(self._group, all_reduce)
+        self.merge = Merge(learner, self.replicas, outer, self._everyone, unit, alpha)
+        self._quorum = (
+            None
+            if quorum is None or self._group is None
+            else QuorumMerges(learner, rounds, quorum, self._everyone, self.replicas, outer)
+        )
         team = learner.mesh.group("shard")
         self._buffers = BufferMerge(learner, self.replicas, self._group, team, rounds)
         self._in_team = None if team is None else SumOverRanks(learner, team)
@@ -88,6 +97,8 @@ class LocalSteps(Plain):
         with learner.work_timer.step(step):
             self._buffers.begin()
             replicas.begin(self.scheduler)
+            if self._quorum is not None:
+                self._quorum.begin(step)
             for together in plan.together:
                 totals += self._together(together, passes, step, self._over_all)
             if plan.together:
@@ -96,8 +107,13 @@ class LocalSteps(Plain):
                 for local in segment.local:
                     totals += self._local(local, passes, step)
                 learner.work_timer.work_done()
+                over = self._who_merges(segment is plan.segments[-1], step)
+                if over is None:
+                    continue
                 for fragment in segment.sent:
-                    self.merge.send(fragment, self._fragments[fragment])
+                    self.merge.send(fragment, self._fragments[fragment], over)
+                if self._quorum is not None:
+                    self._quorum.catch_up(over, step)
                 for fragment in segment.merged:
                     if not self.merge.finish(fragment):
                         self._soundness.append(ReadyValue(math.nan))
@@ -115,8 +131,15 @@ class LocalSteps(Plain):
             soundness=tuple(self._soundness),
             terms=terms,
             merge_spread=tuple(self.merge.spreads),
+            merge_ranks=() if self._quorum is None else self._quorum.partial(step),
             input_seconds=self._input_seconds,
         )
+
+    def _who_merges(self, is_last: bool, step: int) -> MergeGroup | None:
+        """Returns the ranks of a merge. None if it is left out, because others are through with the round."""
+        if self._quorum is None:
+            return self._everyone
+        return self._quorum.all_ranks() if is_last else self._quorum.wait_for_quorum(step)
 
     def _local(self, local: LocalBatch, passes: Iterator[Batch], step: int) -> list[Readout]:
         """Takes one step of one replica."""
@@ -192,7 +215,7 @@ class LocalSteps(Plain):
 
     def close(self) -> None:
         """Frees the resources of the all-reduces."""
-        for each in (self.merge, self._in_team, self._over_all):
+        for each in (self.merge, self._quorum, self._in_team, self._over_all):
             if each is not None:
                 each.close()
 

@@ -15,6 +15,7 @@ from evener.errors import ConfigurationError
 from evener.strategies.base import Strategy
 from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
+from evener.strategies.local_steps.quorum import QuorumRules
 from evener.strategies.local_steps.stepper import LocalSteps, LocalSynchronizer
 from evener.strategies.sync_batch_norm import normalize_together
 from evener.strategies.synchronizer import Synchronizer
@@ -40,6 +41,12 @@ class LocalSgd(Strategy):
     """The number of batches of training between sending a fragment and merging it."""
     fragment_update_alpha: float = 0.0
     """The part of a replica's own weights that stays in a merge: 0 takes the merged ones."""
+    quorum: int = 0
+    """The number of replicas that a merge needs, more than half of them. 0 means that each merge waits for all."""
+    grace: float = 1.0
+    """The seconds for which the replicas of a quorum wait for the others."""
+    meet_every: int = 10
+    """With a quorum, the number of merges after which one waits for all. The engine takes them in one step."""
 
     serves_one_rank: ClassVar[bool] = True
     apart: ClassVar[Mapping[str, str]] = {
@@ -52,6 +59,9 @@ class LocalSgd(Strategy):
             ("warmup_steps", 0),
             ("num_fragments", 1),
             ("fragment_sync_delay", 0),
+            ("quorum", 0),
+            ("grace", 0),
+            ("meet_every", 1),
         ):
             if getattr(self, name) < least:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least {least}")
@@ -73,6 +83,12 @@ class LocalSgd(Strategy):
                 f"sync_every divided by {self.num_fragments} fragments"
             )
 
+        if self.quorum and (self.num_fragments > 1 or self.fragment_sync_delay or self.fragment_update_alpha):
+            raise ConfigurationError(
+                "a quorum does not go with fragments, which merge while training goes on, or with "
+                "fragment_update_alpha: give one of them"
+            )
+
     @property
     def outer_words(self) -> str:
         """A description of the outer optimizer."""
@@ -87,14 +103,26 @@ class LocalSgd(Strategy):
 
     @property
     def batches_in_step(self) -> int:
-        return self.sync_every
+        return self.sync_every * self._merges
+
+    @property
+    def _merges(self) -> int:
+        """The number of merges in a step of the engine."""
+        return self.meet_every if self.quorum else 1
 
     def on_one_device(self, processes: int) -> Strategy:
-        return replace(self, replicas=self.replicas or processes)
+        replicas = self.replicas or processes
+        if 0 < self.quorum < replicas:
+            raise ConfigurationError(
+                f"with quorum={self.quorum} of {replicas} replicas, which of them merge depends on time, and no device "
+                f"alone can repeat it: verify with quorum={replicas}, or without"
+            )
+        return replace(self, replicas=replicas)
 
     def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         self._check(settings)
         replicas = self.replicas or world_size
+        self._check_quorum(replicas)
         if replicas >= world_size:
             return Layout({"data": world_size})
         if world_size % replicas:
@@ -124,6 +152,21 @@ class LocalSgd(Strategy):
             raise ConfigurationError(
                 f"strategy {self.label!r} does not go with {what}. In it each replica steps on its own"
             )
+        if self.quorum and settings.compression is not None:
+            raise ConfigurationError(
+                f"a quorum does not go with compress={settings.compression}: what rounding leaves of one merge belongs "
+                "to the next, which others make"
+            )
+
+    def _check_quorum(self, replicas: int) -> None:
+        """Raises ConfigurationError for a quorum that is never met, or that two merges could have at once."""
+        if self.quorum > replicas:
+            raise ConfigurationError(f"quorum={self.quorum} can never be met by {replicas} replicas")
+        if 0 < 2 * self.quorum <= replicas:
+            raise ConfigurationError(
+                f"quorum={self.quorum} is not more than half of {replicas} replicas, so replicas could merge in two "
+                f"groups that never meet: give at least {replicas // 2 + 1}"
+            )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -147,6 +190,7 @@ class LocalSgd(Strategy):
             self.warmup_steps,
             self.num_fragments,
             self.fragment_sync_delay,
+            self._merges,
         )
         if learner.mesh.degree("shard") != learner.rounds.team:
             raise ConfigurationError(
@@ -158,6 +202,8 @@ class LocalSgd(Strategy):
         count = f"{rounds.replicas} replicas merge" if rounds.replicas > 1 else "1 replica merges"
         team = f", each computed by {rounds.team} ranks together" if rounds.team > 1 else ""
         turns = f", {self.num_fragments} fragments in turn" if self.num_fragments > 1 else ""
+        if self.quorum:
+            turns = f", those that are there if they are {self.quorum}, {self.grace:g} s after that"
         return (
             f"{count} every {self.sync_every} batches by {self.outer_words}{turns}{team}; "
             f"a step is a round of {rounds.size} samples"
@@ -170,7 +216,9 @@ class LocalSgd(Strategy):
         assert isinstance(learner.rounds, Rounds)
         fragments = cut_into_fragments(list(learner.names), self.num_fragments)
         outer, alpha = self.outer_optimizer(learner.model), self.fragment_update_alpha
-        stepper = LocalSteps(learner, learner.rounds, outer, fragments, alpha, self._words(learner.rounds))
+        rounds = learner.rounds
+        rules = QuorumRules(rounds.replicas, self.quorum, self.grace) if self.quorum else None
+        stepper = LocalSteps(learner, rounds, outer, fragments, alpha, self._words(rounds), rules)
         learner.replicas = stepper.replicas
         assert isinstance(learner.synchronizer, LocalSynchronizer)
         learner.synchronizer.stepper = stepper

@@ -33,6 +33,7 @@ class CountersRecord(TypedDict):
     memory: list[dict[str, int]]
     skipped: int
     updates_of_server: str
+    late_for_merges: str
 
 
 class SummaryCounters(Observer):
@@ -47,7 +48,9 @@ class SummaryCounters(Observer):
         """For each rank, the peak of bytes in use in a step, and what they were used for."""
         self.evaluation_record: EvaluationRecord | None = None
         self._ages, self._samples_old, self._of_ranks = Counter[int](), Counter[int](), Counter[int]()
-        self._merges = self._wasted = 0
+        self._merges = self._wasted = self._quorums = 0
+        self._late = Counter[int]()
+        """For each rank the merges with a quorum that did not wait for it."""
         self._times = [deque[float](maxlen=WINDOW) for _ in range(parts)]
         """Seconds per sample, for each part."""
 
@@ -57,6 +60,9 @@ class SummaryCounters(Observer):
         self.last = record
         self.skipped += record.skipped
         self._merges, self._wasted = self._merges + len(record.merges), self._wasted + record.wasted
+        self._quorums += len(record.merge_ranks)
+        for ranks in record.merge_ranks:
+            self._late.update(set(range(len(self.taken))) - set(ranks))
         merged = [0, *accumulate(sum(stop - start for *_, start, stop in held) for held in record.merges)]
         for number, held in enumerate(record.merges):
             self._ages.update(number - version for _, version, *_ in held)
@@ -107,7 +113,17 @@ class SummaryCounters(Observer):
             "memory": self.memory,
             "skipped": self.skipped,
             "updates_of_server": self._updates_of_server(),
+            "late_for_merges": self._late_for_merges(),
         }
+
+    def _late_for_merges(self) -> str:
+        """Describes the merges with a quorum that did not have all ranks; "" if there were none."""
+        if not self._late:
+            return ""
+        ranks = ", ".join(f"rank {rank} {number:,}" for rank, number in sorted(self._late.items()))
+        return (
+            f"of {self._quorums:,} merges with a quorum these came too late for: {ranks}; they merged later"
+        )
 
     def _updates_of_server(self) -> str:
         """Describes the updates of asynchronous training; "" if there were none."""
