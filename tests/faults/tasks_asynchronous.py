@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,20 @@ def mortal() -> Task:
         scheduler_interval="step",
         batch_size=BATCH_SIZE,
     )
+
+
+class Slow(nn.Linear):
+    """Takes 20 ms for a sample. Makes the file of the fault in its first pass."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            Path(os.environ["EVENER__TESTS_FAULT"]).write_text("slow")
+            time.sleep(0.02 * len(inputs))
+        return super().forward(inputs)
+
+
+def slow() -> Task:
+    return replace(mortal(), model=Slow)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from evener.distributed.launch.rendezvous import Rendezvous
 from evener.strategies.asynchronous.ledger import Contribution, ages, check_whole
 from evener.tools.verify.replay import replay
 from evener.training.fit import fit
+from tests.distributed.processes import end, start_command
 from tests.faults import tasks_asynchronous
+from tests.faults.running import Fault, command, suffer
 
 PROCESSES, EPOCHS, STALENESS = 3, 40, 3
 SECTION = 10 * tasks_asynchronous.BATCH_SIZE
@@ -66,3 +69,23 @@ def test_deaths_lose_and_double_nothing(
         assert sum(step["shares"]) == SECTION
     repeated = replay(run, tasks_asynchronous.mortal)
     assert repeated.is_identical, repeated
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_section_early_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
+    task = "tests.faults.tasks_asynchronous:slow"
+    options = ("--strategy", "asynchronous", "--strategy-option", "sync_every=20", "--steps", "30")
+    words = (r"interrupted by SIGTERM at step 1", "saved")
+    fault = Fault("SIGTERM", task, 143, words, 2, options, ((0.3, signal.SIGTERM),))
+    suffer(fault, tmp_path)
+    (first,) = steps_of(tmp_path / "run")
+    assert 0 < first["samples"] < tasks_asynchronous.SAMPLES
+    assert first["samples"] % tasks_asynchronous.BATCH_SIZE == 0
+    ended = end(start_command(*command(fault, tmp_path), "--resume", "auto"), 100)
+    assert ended.status == 0, ended.err
+    steps = steps_of(tmp_path / "run")
+    assert sum(step["samples"] for step in steps) == 2 * tasks_asynchronous.SAMPLES  # as without the signal
+    assert [step["epoch"] for step in steps] == [0, 0, 1]
+    for step in steps:
+        check_whole([[Contribution(*each) for each in held] for held in step["merges"]], step["samples"])
+    assert replay(tmp_path / "run", tasks_asynchronous.slow).is_identical

@@ -90,6 +90,11 @@ class RangeReader:
         self._plan, self._draw = plan, draw
 
     @property
+    def epoch_size(self) -> int:
+        """The number of samples of an epoch."""
+        return self._order.size
+
+    @property
     def first(self) -> int | None:
         """The number of the first leased range that is being read. None if there is none."""
         return self._requested[0][0] if self._requested else None

@@ -83,6 +83,11 @@ def asked() -> InterruptedRunError | None:
     return _asked
 
 
+def asked_to_stop() -> int:
+    """Returns the number of the signal that a block of `deferring` has got; 0 if there is none."""
+    return 0 if _deferral is None else _deferral.number
+
+
 def check() -> None:
     """Raises the error of `asked` again, if there is one: it may have been caught on its way."""
     if _asked is not None:

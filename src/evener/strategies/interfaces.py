@@ -117,6 +117,7 @@ class StepOutcome:
     """The number of terms over all ranks, if the stepper has counted them; else the row of the step before has it."""
 
     merge_spread: tuple[float, ...] = ()
+    merge_ranks: tuple[tuple[int, ...], ...] = ()
     """See :class:`~evener.core.records.StepRecord`."""
     input_seconds: float = 0.0
     """Seconds in which the stepper waited for samples."""
@@ -124,8 +125,10 @@ class StepOutcome:
     """The merges of a section of asynchronous training."""
     wasted: int = 0
     """The number of samples whose gradients were computed and did not merge."""
-    shares: tuple[int, ...] | None = None
-    """The number of samples that each rank has computed, if it was not known before the step."""
+    batch: Batch | None = None
+    """What was computed of the batch, if that was not known before the step: its size, and the samples of each rank."""
+    asked_to_stop: int = 0
+    """The number of the signal for which the step was ended early, on all ranks; 0 for none."""
 
     changes: tuple[str, ...] = ()
     """How the set of trained parameters differs from the set at the start: one text for each parameter."""
@@ -155,6 +158,8 @@ class Stepper(ABC):
     another engine goes on from there if it gets this as :attr:`before`."""
     before: Any = None
     """What is done of the next step already."""
+    outlives_ranks: bool = False
+    """True if this rank can go on with a step after another rank has died, until that is replaced."""
 
     @abstractmethod
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:

@@ -211,7 +211,7 @@ class Engine:
             if sync.buffers_changed:
                 share_buffers(learner, batch)
         step.lr = float(learner.optimizer.param_groups[0]["lr"])
-        self._advance(batch)
+        self._advance(step.batch)
         step.seconds = time.perf_counter() - began
         self.tell()
         return step

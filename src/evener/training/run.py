@@ -204,13 +204,13 @@ class Run:
             check()
             engine.step_sync.wish = stopping.wish(saving.wish() if saving else 0.0)
             step = engine.step(batch)
-            last = step.batch  # without its samples
+            batch = last = step.batch  # as far as it was computed, and without its samples
             if batch.last:
                 engine.settle()
                 self._clock.stop()
                 self._tell_skipped(batch.epoch)
             if saving is not None:
-                saving.stepped(batch)
+                saving.stepped(step)
             if batch.last:
                 self._evaluate(saving, batch.epoch)
                 self._clock.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from evener.distributed.recovery.replacement import (
     check_recall,
     is_successor,
     may_be_recalled,
+    say_ready,
     take_at_their_word,
 )
 from evener.distributed.restart_count import advance_to, generation, next_name
@@ -78,6 +80,22 @@ def test_a_rank_that_was_taken_at_its_word_does_not_leave(tmp_path: Path) -> Non
         with pytest.raises(RecalledError):
             check_recall()
     check_recall()
+
+
+def test_a_rank_that_goes_on_is_recalled_when_the_new_rank_is_ready(tmp_path: Path) -> None:
+    with SurvivorLease(tmp_path, 0, goes_on=True) as stay:
+        announce(tmp_path, NEXT)
+        assert stay.called(5.0) == NEXT, "it knows where to go if it cannot go on"
+        time.sleep(0.3)
+        check_recall()
+        advance_to(1)
+        say_ready(tmp_path)
+        advance_to(0)
+        limit = time.monotonic() + 5
+        while stay.start is None and time.monotonic() < limit:
+            time.sleep(0.01)
+        with pytest.raises(RecalledError):
+            check_recall()
 
 
 def test_a_start_that_is_over_calls_nobody(tmp_path: Path) -> None:

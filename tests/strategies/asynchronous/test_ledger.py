@@ -9,6 +9,7 @@ from benchmarks.virtual_clock import VirtualWorkers
 
 from evener.errors import DataError
 from evener.strategies.asynchronous.ledger import (
+    Answer,
     Begun,
     Contribution,
     Ledger,
@@ -40,6 +41,8 @@ def test_nothing_is_lost_or_doubled_or_too_old_whatever_happens() -> None:
         ledger = workers.ledger
         check_whole(ledger.merges, ledger.size)
         found = ages(ledger.merges)
+        sizes = [sum(each.size for each in held) for held in ledger.merges]
+        assert 2 * min(sizes[:-1], default=ledger.size) >= min(ledger.terms.buffer, ledger.size), seed
         if ledger.terms.staleness is not None:
             assert max(found) <= ledger.terms.staleness, seed
         died, wasted, oldest = (
@@ -89,6 +92,59 @@ def test_there_are_as_many_merges_as_batches(workers: int) -> None:
         ledger = Ledger(160 * workers, Terms(16 * workers, 16 * workers, 4), range(workers))
         VirtualWorkers(ledger, [1.0 + seed % 3] * workers, seed).run()
         assert len(ledger.merges) == 10
+
+
+def test_a_worker_with_most_of_the_samples_makes_no_small_merges() -> None:
+    ledger = Ledger(64 * 50, Terms(64, 64, 4), range(4))
+    VirtualWorkers(ledger, [0.001, 0.02, 0.02, 0.03], 1).run()
+    sizes = [sum(each.size for each in held) for held in ledger.merges]
+    assert max(sum(each.size for each in held if each.worker == 0) for held in ledger.merges) > 50
+    assert 32 <= min(sizes[:-1]) < max(sizes) <= 128
+    assert abs(len(sizes) - 50) <= 1
+
+
+class Interrupted(Ledger):
+    """A ledger that is shortened at one of its calls."""
+
+    def begin(self, worker: int, number: int | None, now: float) -> Answer:
+        answer = super().begin(worker, number, now)
+        draw = random.Random(self.size)
+        if self.version > draw.randint(0, 8) and not hasattr(self, "whole"):
+            self.whole = self.size
+            self.begun = max(each.lease.stop for each in self._open.values()) if self._open else 0
+            assert self.shorten()
+            while self.is_due():
+                self.merge()
+        return answer
+
+
+def test_a_section_ends_early_with_whole_batches() -> None:
+    shortened = 0
+    for seed in range(500):
+        draw = random.Random(seed)
+        batch, number = draw.randint(4, 24), draw.randint(1, 5)
+        terms = Terms(batch, draw.choice([1, batch, 2 * batch]), draw.choice([0, 1, 4, None]))
+        ledger = Interrupted(draw.randint(50, 400), terms, range(number))
+        rates = [draw.choice([0.01, 0.03, 0.3]) for _ in range(number)]
+        VirtualWorkers(ledger, rates, seed, draw.randint(0, 2), 0.05).run()
+        check_whole(ledger.merges, ledger.size)
+        whole = getattr(ledger, "whole", ledger.size)
+        assert ledger.size % batch == 0 or ledger.size == whole
+        shortened += ledger.size < whole
+    assert shortened > 250
+
+
+def test_a_section_that_has_not_begun_is_not_shortened() -> None:
+    ledger = Ledger(64, Terms(8, 8, 2), [0, 1])
+    read = ledger.draw(0)
+    assert read is not None
+    assert not ledger.shorten()
+    assert ledger.size == 64
+    begun = ledger.begin(1, None, 0.0)
+    assert isinstance(begun, Begun)
+    assert ledger.shorten()
+    assert ledger.size == 8
+    assert isinstance(ledger.begin(0, read.number, 0.0), Revoked)
 
 
 def test_a_stuck_worker_stops_nobody() -> None:

@@ -5,6 +5,8 @@
     agent    rank 1 has died ─ takes the others at their word ─ announces start 2 ─ starts rank 1 ─▶ start 2
     others   ... wait for it, or for each other ... ─ connections broken, so waits end ────────────▶ start 2
 
+Ranks that can work without the others go on meanwhile: they join the start when the new rank is ready.
+
 A rank promises to stay with a file, which it deletes before it leaves. The agent deletes the files of all survivors
 before it replaces a rank. Whichever of the two comes second finds no file and fails. In all other cases (another death
 before all ranks have joined, ranks that do not come) all ranks are restarted from the last checkpoint.
@@ -93,6 +95,15 @@ def _write(path: Path, text: str) -> None:
 # A rank's side
 
 
+def _readiness(run_dir: Path, number: int) -> Path:
+    return run_dir / f"ready-{number}"
+
+
+def say_ready(run_dir: Path) -> None:
+    """Tells the ranks that stay that this new rank is ready to meet them."""
+    _readiness(run_dir, generation()).touch()
+
+
 def announced(run_dir: Path) -> Start | None:
     """Returns the start that was announced last. Returns None if none was."""
     try:
@@ -130,11 +141,16 @@ class SurvivorLease:
         run_dir: The directory that the launcher shares with its ranks.
         rank: This rank.
         called: Called in a thread as soon as this rank is recalled to another start.
+        goes_on: True if this rank works on until a new rank is ready, as long as no connection is broken that it needs.
     """
 
-    def __init__(self, run_dir: Path, rank: int, called: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, run_dir: Path, rank: int, called: Callable[[], object] = lambda: None, *, goes_on: bool = False
+    ) -> None:
         self.start: Start | None = None
-        self._tell = called
+        """The start to which this rank is recalled."""
+        self._announced: Start | None = None
+        self._tell, self._goes_on = called, goes_on
         self._run_dir, self._word = run_dir, _word(run_dir, rank)
         self._news, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._look, name="evener-succession", daemon=True)
@@ -166,9 +182,9 @@ class SurvivorLease:
                 raise RecalledError(start) from None
 
     def called(self, seconds: float) -> Start | None:
-        """Waits up to ``seconds`` for a recall. Returns the start to take part in, or None if there is none."""
+        """Waits up to ``seconds`` for a start to be announced. Returns the start to take part in; None for none."""
         self._news.wait(seconds)
-        return self.start
+        return self._announced
 
     def _look(self) -> None:
         """Body of the thread: looks for a recall, and then breaks connections repeatedly, also those of new waits."""
@@ -176,9 +192,12 @@ class SurvivorLease:
             found = announced(self._run_dir)
             if found is None or found.number <= generation():
                 continue
+            self._announced = found
+            self._news.set()
+            if self._goes_on and not _readiness(self._run_dir, found.number).exists():
+                continue
             if self.start is None:
                 self._tell()
             self.start = found
-            self._news.set()
             with suppress(OSError):
                 sever(found.pids)

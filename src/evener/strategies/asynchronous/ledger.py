@@ -1,8 +1,9 @@
 """The ledger of a section: which worker computes which samples, and which merge holds them.
 
 A section is a stretch of the global order that workers compute at their own pace. A worker *leases* a range of it,
-reads the weights, computes, and pushes gradients. Pushed gradients are *pending* until all gradients of the section so
-far pass the next multiple of ``buffer`` samples; then they merge, which makes the next *version* of the weights::
+reads the weights, computes, and pushes gradients. Pushed gradients are *pending* until they merge, which makes the next
+*version* of the weights. Version number ``n`` is due when ``n`` times ``buffer`` samples have been pushed, and at least
+half a buffer is pending: so versions are as many as buffers, and none comes from a few samples only::
 
     free ──draw──▶ leased ──begin──▶ begun at version v ──push──▶ pending ──merge──▶ merged: version v + 1, v + 2 ...
       ▲               │                  │                  │
@@ -127,8 +128,8 @@ class Terms:
     batch_size: int
     """The number of samples that all workers together lease at about the same time."""
     buffer: int
-    """The number of samples in a merge, on average: one is due each time the samples so far pass a multiple of it. If
-    every merge had at least so many, a section would have fewer merges than synchronous training has batches."""
+    """The number of samples in a merge, on average, and at least half of it in each but the last. If every merge had at
+    least so many, a section would have fewer merges than synchronous training has batches."""
     staleness: int | None
     """The largest age of gradients in a merge, in versions. None means no bound."""
     damping: float = 0.0
@@ -240,9 +241,9 @@ class Ledger:
 
     def is_due(self) -> bool:
         """Returns True if the pending gradients merge now."""
-        pending = sum(each.size for each in self._pending)
-        is_passed = (self.merged + pending) // self.terms.buffer > self.merged // self.terms.buffer
-        return is_passed or 0 < pending == self.size - self.merged
+        pending, buffer = sum(each.size for each in self._pending), self.terms.buffer
+        is_next = self.merged + pending >= (self.version + 1) * buffer and 2 * pending >= buffer
+        return is_next or 0 < pending == self.size - self.merged
 
     def merge(self) -> None:
         """Makes the next version of the pending gradients, in the order in which they came."""
@@ -253,6 +254,24 @@ class Ledger:
         self._merges.append(held)
         self.version += 1
         self.merged += sum(each.size for each in held)
+
+    def shorten(self) -> bool:
+        """Ends the section after the batch of the last sample that a worker has begun to compute.
+
+        Returns:
+            False if nothing has begun, so that the section is as long as before.
+        """
+        for number in [number for number, each in self._open.items() if each.version is None]:
+            self._give_back(number)
+        begun = [each.lease.stop for each in self._open.values()] + [each.stop for each in self._pending]
+        begun += [each.stop for held in self._merges for each in held]
+        if not begun:
+            return False
+        batch = self.terms.batch_size
+        self.size = min(self.size, -(-max(begun) // batch) * batch)
+        self._free = [(start, min(stop, self.size)) for start, stop in self._free if start < self.size]
+        heapq.heapify(self._free)
+        return True
 
     def lose(self, worker: int) -> None:
         """Removes a worker that is gone. What it has leased and not pushed is free again."""

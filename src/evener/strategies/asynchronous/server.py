@@ -89,6 +89,8 @@ class SectionOutcome:
     """The number of samples whose gradients were computed and did not merge."""
     seconds: dict[int, float] = field(default_factory=dict)
     """Each worker's seconds for a sample."""
+    size: int = 0
+    """The number of samples of the section."""
     is_whole: bool = False
     """True if all samples have merged."""
 
@@ -170,6 +172,7 @@ class ParameterServer:
             total=self._all_total,
             wasted=self._before.wasted + ledger.wasted,
             seconds=ledger.speeds,
+            size=ledger.size,
             is_whole=ledger.is_over,
         )
 
@@ -212,6 +215,13 @@ class ParameterServer:
             self._ledger.lose(worker)
             self._changed.notify_all()
 
+    def shorten(self) -> bool:
+        """Ends the section as soon as what was begun has merged (`Ledger.shorten`). Returns False if nothing was."""
+        with self._changed:
+            is_shorter = self._ledger.shorten()
+            self._merge_what_is_due()
+            return is_shorter
+
     def stop(self) -> None:
         """Ends the section before all samples have merged."""
         with self._changed:
@@ -236,6 +246,9 @@ class ParameterServer:
         self._total += pushed.total
         if not math.isfinite(pushed.total):
             self._stopped = True  # its rank names the parameter at the end of the section
+        self._merge_what_is_due()
+
+    def _merge_what_is_due(self) -> None:
         try:
             while self._ledger.is_due() and not self._stopped:
                 self._merge()

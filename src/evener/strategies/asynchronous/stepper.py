@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -26,6 +27,8 @@ from evener.core.losses import Loss
 from evener.data.batch import Batch
 from evener.data.sections import SectionBatch, Sections
 from evener.distributed.hosts import destroy
+from evener.distributed.recovery.replacement import check_recall, may_be_recalled
+from evener.distributed.signals import asked_to_stop
 from evener.errors import ConfigurationError, DataError
 from evener.hardware.async_read import DeferredValue, Readout, ReadyValue, read
 from evener.hardware.timers import waiting
@@ -50,6 +53,7 @@ class AsynchronousSteps(Plain):
     """
 
     updates = True
+    outlives_ranks = True
     before: SectionOutcome | None = None
     interrupted: SectionOutcome | None = None
 
@@ -58,6 +62,12 @@ class AsynchronousSteps(Plain):
     ) -> None:
         super().__init__(learner)
         self._recorded = None if recorded is None else iter(recorded)
+        self._merges: Merges | None = None
+        """The merges of the section that is repeated."""
+        self._place: tuple[int, int] | None = None
+        """The epoch and the position at which the next recorded section begins."""
+        self._asked = 0
+        """The number of the signal that has shortened the section; 0 for none."""
         self._sections, self._terms = sections, terms
         self._loss: Loss = learner.task.exact_loss()
         self._group = self._group_of_ranks()
@@ -90,14 +100,16 @@ class AsynchronousSteps(Plain):
             raise ConfigurationError(
                 f"strategy {learner.name!r} takes the sections that engine.batches() gives, and no other batch"
             )
-        self._input_seconds, self._soundness = 0.0, []
+        self._input_seconds, self._soundness, self._asked = 0.0, [], 0
+        if self._recorded is not None:
+            batch = self._next_recorded(batch, self._recorded)
         learner.updating = step  # from here on the weights are those of no step
         with learner.work_timer.step(step):
             outcome = self._section(batch, step)
             learner.work_timer.work_done()
         self._seconds = outcome.seconds
         if outcome.is_whole:
-            check_whole(outcome.merges, batch.size)
+            check_whole(outcome.merges, outcome.size)
         return StepOutcome(
             totals=() if learner.session.rank else (ReadyValue(outcome.total),),
             missing=(),
@@ -108,10 +120,37 @@ class AsynchronousSteps(Plain):
             input_seconds=self._input_seconds,
             merges=outcome.merges,
             wasted=outcome.wasted,
-            shares=None
-            if self._recorded is not None
-            else _shares(outcome.merges, learner.session.world_size),
+            batch=self._taken(batch, outcome),
+            asked_to_stop=self._asked,
         )
+
+    def _next_recorded(self, batch: SectionBatch, recorded: Iterator[Merges]) -> SectionBatch:
+        """Returns the next section of the records in place of ``batch``. A signal has shortened some of them.
+
+        Raises:
+            DataError: If the records end before.
+        """
+        self._merges = next(recorded, None)
+        if self._merges is None:
+            raise DataError("the records end before this section")
+        assert batch.plan is not None
+        assert batch.reader is not None
+        epoch, position = self._place or (batch.epoch, batch.position)
+        size, whole = sum(each.size for held in self._merges for each in held), batch.reader.epoch_size
+        last = position + size == whole
+        self._place = (epoch + 1, 0) if last else (epoch, position + size)
+        plan = replace(batch.plan, epoch=epoch, position=position, size=size, shares=(size,), last=last)
+        return SectionBatch(
+            epoch, batch.index, position, size, (size,), [], last, plan=plan, reader=batch.reader
+        )
+
+    def _taken(self, batch: Batch, outcome: SectionOutcome) -> Batch:
+        """Returns what was computed of ``batch``, with the number of samples of each rank."""
+        taken = batch.without_samples()
+        if self._recorded is not None or not outcome.is_whole:
+            return taken
+        shares, is_all = _shares(outcome.merges, self._learner.session.world_size), outcome.size == batch.size
+        return replace(taken, size=outcome.size, shares=shares, last=batch.last and is_all)
 
     def _section(self, batch: SectionBatch, step: int) -> SectionOutcome:
         """Computes a section together with the other ranks."""
@@ -143,18 +182,11 @@ class AsynchronousSteps(Plain):
         self._link = LocalLink(self._server, 0)
 
     def _ledger(self, batch: Batch, before: Merges) -> Ledger:
-        """Returns the ledger of a section: a new one, or that of the records.
-
-        Raises:
-            DataError: If the records end before, or are not those of a section of its size.
-        """
-        if self._recorded is None:
-            workers = range(self._learner.session.world_size)
-            return Ledger(batch.size, self._terms, workers, self._seconds, before)
-        merges = next(self._recorded, None)
-        if merges is None:
-            raise DataError("the records end before this section")
-        return RecordedLedger(batch.size, merges)
+        """Returns the ledger of a section: a new one, or that of the records."""
+        if self._merges is not None:
+            return RecordedLedger(batch.size, self._merges)
+        workers = range(self._learner.session.world_size)
+        return Ledger(batch.size, self._terms, workers, self._seconds, before)
 
     def _work(self, batch: SectionBatch, step: int) -> None:
         """Computes ranges until the section is over."""
@@ -164,8 +196,8 @@ class AsynchronousSteps(Plain):
         reader.begin(plan, self._drawn if reader.ahead else lambda: None)
         pushed: Pushed | None = None
         while True:
-            if self._serving is not None:
-                self._serving.check()
+            self._check_others()
+            self._heed_signals()
             first = reader.first
             with waiting(), learner.session.watchdog.wait("weights of the parameter server", step):
                 reply = self._link.trade(pushed, first)
@@ -184,6 +216,18 @@ class AsynchronousSteps(Plain):
             pushed = self._compute(reply, passes, batch, step)
             learner.work_timer.work_done()
         reader.end()
+
+    def _check_others(self) -> None:
+        """Raises if this rank is recalled, or if a rank is lost and nobody will replace it."""
+        check_recall()
+        if self._serving is not None and not may_be_recalled():
+            self._serving.check()
+
+    def _heed_signals(self) -> None:
+        """Ends the section early if the run was asked to stop."""
+        number = asked_to_stop()
+        if number and self._server is not None and not self._asked and self._server.shorten():
+            self._asked = number
 
     def _drawn(self) -> tuple[int, range] | None:
         """Leases a range to read ahead."""
@@ -226,7 +270,7 @@ class AsynchronousSteps(Plain):
                 raise self._server.error
             outcome = self._server.close()
         with waiting():
-            outcome = learner.session.control.broadcast_object(outcome)
+            outcome, self._asked = learner.session.control.broadcast_object((outcome, self._asked))
             if self._group is not None:
                 group = learner.mesh.group("data")
                 assert group is not None

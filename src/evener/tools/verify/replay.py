@@ -111,6 +111,7 @@ def replay(
         strategy=recorded,
         strategy_option=(),
         processes=1,
+        epochs=None,
         steps=strategy.sync_every * len(sections),
         balance="equal",
         check_replicas=0,

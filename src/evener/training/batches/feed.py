@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from itertools import zip_longest
@@ -68,14 +69,25 @@ class BatchFeed:
         self._pieces, self._events = PieceSizes(), list[MemoryRecord | Note]()
         self.first_step = 0
         """Number of steps that were taken before this run."""
+        self._shortened: Progress | None = None
+        """The progress at the start, if it is in the middle of a section that a signal has ended early."""
         self.input_seconds = 0.0
         """Seconds that this rank waited for the last batch."""
 
     @property
     def last_step(self) -> int | None:
         """Number of steps after which the run ends, if the settings say so. In local steps, the number of rounds."""
-        rounds = self._learner.rounds
-        return self._config.steps if rounds is None else rounds.count(self._config.steps)
+        rounds, steps = self._learner.rounds, self._config.steps
+        if rounds is None or steps is None:
+            return steps
+        if self._shortened is None or self._reading.size is None:
+            return rounds.count(steps)
+        left, position = steps * self._batch_size - self._shortened.samples, self._shortened.position
+        number = self._shortened.steps
+        while left > 0:
+            taken = min(rounds.size, self._reading.size - position)
+            left, position, number = left - taken, (position + taken) % self._reading.size, number + 1
+        return number
 
     @cached_property
     def total_steps(self) -> int | None:
@@ -112,6 +124,8 @@ class BatchFeed:
         if self._prepared is not None and self._prepared[0] == place:
             return self._prepared[1]
         config, reading = self._config, self._reading
+        if isinstance(self._learner.rounds, Sections) and progress.position % self._size:
+            self._shortened = copy(progress)
         loader = Loader(
             reading.dataset,
             reading.shuffled(config.seed),

@@ -35,6 +35,7 @@ from evener.distributed.recovery.replacement import (
     Start,
     SurvivorLease,
     is_successor,
+    say_ready,
 )
 from evener.distributed.session import RUN_DIR
 from evener.distributed.signals import asked
@@ -103,7 +104,8 @@ class RankReplacement:
         """
         session = self._engine.session
         self._generators.keep(self._engine.steps_done)
-        with SurvivorLease(self.run_dir, session.rank, session.watchdog.hush) as stay:
+        goes_on = self._engine.learner.stepper.outlives_ranks
+        with SurvivorLease(self.run_dir, session.rank, session.watchdog.hush, goes_on=goes_on) as stay:
             try:
                 yield
                 stay.leave()
@@ -189,9 +191,13 @@ def succession(engine: Engine) -> RankReplacement | None:
 
 
 def succeeds() -> bool:
-    """Returns True if this process takes part in a start that other ranks have survived into."""
+    """Returns True if this process takes part in a start that other ranks have survived into. Tells them that it is
+    ready."""
     launcher = os.environ.get(RUN_DIR)
-    return launcher is not None and is_successor(Path(launcher))
+    if launcher is None or not is_successor(Path(launcher)):
+        return False
+    say_ready(Path(launcher))
+    return True
 
 
 def made_anew(make: Callable[[], nn.Module]) -> nn.Module:

@@ -26,6 +26,7 @@ from evener.data.batch import Batch
 from evener.distributed.signals import Deferral, interruption
 from evener.errors import CheckpointError, ConfigurationError, InterruptedRunError
 from evener.training.engine import Engine
+from evener.training.step.step import Step
 
 
 class Wish(IntEnum):
@@ -77,7 +78,7 @@ class Saving:
             return Wish.SAVE
         return Wish.LOOK if self._engine.state.saver.has_failed else Wish.NOTHING
 
-    def stepped(self, batch: Batch) -> None:
+    def stepped(self, step: Step) -> None:
         """Saves if it is time to. Called after each step.
 
         Raises:
@@ -85,8 +86,11 @@ class Saving:
             InterruptedRunError: If a rank was asked to stop; the state is saved then.
         """
         self._write_evaluation()
+        batch = step.batch
         wish = self._wished(batch)
-        if wish >= Wish.STOP:
+        if step.asked_to_stop:
+            self._end_here(step.asked_to_stop)
+        elif wish >= Wish.STOP:
             self._end_here(int(wish - Wish.STOP))
         elif wish == Wish.SAVE or self._is_due(batch):
             self._save()

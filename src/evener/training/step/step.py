@@ -155,6 +155,9 @@ class Step:
         """Differences of this rank's set of trained parameters from that at the start."""
         self.skipped = 0
         self.merge_spread: tuple[float, ...] = ()
+        self.merge_ranks: tuple[tuple[int, ...], ...] = ()
+        self.asked_to_stop = 0
+        """The number of the signal for which the step was ended early, on all ranks; 0 for none."""
         self.merges: tuple[tuple[tuple[int, int, int, int], ...], ...] = ()
         self.wasted = 0
         self.seconds = 0.0
@@ -269,6 +272,7 @@ class Step:
             samples=batch.size,
             skipped=self.skipped,
             merge_spread=self.merge_spread,
+            merge_ranks=self.merge_ranks,
             merges=self.merges,
             wasted=self.wasted,
             seconds=self.seconds,

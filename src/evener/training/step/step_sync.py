@@ -20,7 +20,7 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import astuple, replace
+from dataclasses import astuple
 
 import torch
 from torch import Tensor
@@ -134,6 +134,7 @@ class StepSync:
                 self.settle()
             step.terms, step.count = outcome.terms, self._loss().divisor(outcome.terms)
         step.merge_spread, step.wasted = outcome.merge_spread, outcome.wasted
+        step.merge_ranks = outcome.merge_ranks
         step.merges = tuple(tuple(astuple(each) for each in held) for held in outcome.merges)
         results = total, soundness, _ = (0.0, 0.0, 0.0)
         if self._late:
@@ -153,9 +154,10 @@ class StepSync:
         asked = (self.wish, len(step.batch.skipped), outcome.retries, outcome.piece, graphs, differing)
         row = RankStats(*counts, *results, *times, *asked, _code_of(step.batch, upcoming, outcome.changes))
         step.changes = outcome.changes
-        step.batch = step.batch.without_samples()  # the step is reported while later ones are computed
-        if outcome.shares is not None:
-            step.batch = replace(step.batch, shares=outcome.shares)
+        step.batch = (
+            outcome.batch or step.batch.without_samples()
+        )  # it is reported while later ones are computed
+        step.asked_to_stop = outcome.asked_to_stop
         if measured is not None:
             measured.own_seconds = RankTimes(*times)
         self._in_flight = step, upcoming, self._telling.start(step.number, row, outcome.memory, measured)
