@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,13 @@ from evener.components.sharded_tensor.shard_spec import by_axes
 from evener.distributed.mesh import Mesh
 from evener.hardware.timers import waiting
 
+Summed = Callable[[Tensor], Tensor]
+"""Sums a square of a norm over the ranks that hold other gradients."""
 
-def clip(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> Tensor:
+
+def clip(
+    parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh, summed: Summed | None = None
+) -> Tensor:
     """Clips the gradients: scales them so that their total 2-norm, with divided gradients counted whole, is at most
     ``max_norm``. All ranks must call this together if some are divided.
 
@@ -23,7 +28,7 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> Ten
     before clipping.
     """
     given = list(parameters)
-    found = norm_over(given, mesh)
+    found = norm_over(given, mesh, summed)
     factor = (max_norm / (found + 1e-6)).clamp(max=1.0)
     for value in map(values, with_gradient(given)):
         value.mul_(factor.to(value.device))
@@ -44,19 +49,23 @@ class Clipping:
         self.norm: Tensor | None = None
         """The norm of all gradients in the last update, before clipping. None if it was not computed or the update was
         skipped."""
+        self.summed: Summed | None = None
+        """Set if other ranks update other parameters, with gradients of which this rank knows nothing."""
 
     def __call__(self, parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
         if self._max_norm is not None:
-            self.norm = clip(parameters, self._max_norm, mesh)
+            self.norm = clip(parameters, self._max_norm, mesh, self.summed)
         elif self.measures:
-            self.norm = norm_over(parameters, mesh)
+            self.norm = norm_over(parameters, mesh, self.summed)
 
 
-def norm_over(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
-    """Returns the 2-norm of all gradients together, without making the host wait. If some are divided, all ranks must
-    call this together."""
+def norm_over(parameters: Iterable[nn.Parameter], mesh: Mesh, summed: Summed | None = None) -> Tensor:
+    """Returns the 2-norm of all gradients together, without making the host wait. If some are divided, or with
+    ``summed``, all ranks must call this together."""
     groups = by_axes(parameters)
     whole = norm(groups.pop(()))
+    if summed is not None:
+        return summed(whole.double().square()).sqrt().to(whole.dtype)
     if not groups:
         return whole
     square = whole.double().square()

@@ -99,7 +99,7 @@ def test_a_worker_with_most_of_the_samples_makes_no_small_merges() -> None:
     VirtualWorkers(ledger, [0.001, 0.02, 0.02, 0.03], 1).run()
     sizes = [sum(each.size for each in held) for held in ledger.merges]
     assert max(sum(each.size for each in held if each.worker == 0) for held in ledger.merges) > 50
-    assert 32 <= min(sizes[:-1]) < max(sizes) <= 128
+    assert 32 <= min(sizes) < max(sizes) <= 128
     assert abs(len(sizes) - 50) <= 1
 
 

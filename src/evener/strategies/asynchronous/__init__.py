@@ -5,7 +5,9 @@
 ``stepper``             takes the steps of a section: this rank's worker, and the meeting at the end
 ``ledger``              decides who computes which samples, and when gradients merge
 ``recorded_ledger``     the same for a section that is repeated from its records
-``server``              holds the weights, and updates them
+``server``              adds gradients, and decides with the ledger what merges
+``weight_shard``        holds weights, and updates them
+``server_log``          several servers, which follow rank 0
 ``delayed_momentum``    changes the optimizer's momentum once in several updates
 ``links``               the messages between workers and the server
 ``buffers``             what passes have changed besides gradients

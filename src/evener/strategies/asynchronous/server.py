@@ -1,8 +1,8 @@
 """The parameter server: holds the weights of a section, and merges gradients into them.
 
 It lives on rank 0, whose own worker calls it as the others do, through threads that serve them
-(:mod:`evener.strategies.asynchronous.links`). While a section is open, the task's optimizer updates the server's
-weights, not those of the model with which the worker of that rank computes::
+(:mod:`evener.strategies.asynchronous.links`). With several servers it still decides for all what merges when, and the
+others follow (:mod:`evener.strategies.asynchronous.server_log`)::
 
     trade:   gradients of a range ─▶ ledger ─▶ added ─▶ buffer full: optimizer, schedule ─▶ next version
              next range and weights ◀── ledger ◀────────────────────────────────────────────────┘
@@ -13,22 +13,17 @@ order gets the same bits.
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from evener.errors import ConfigurationError, RankTimeoutError
+from evener.errors import RankTimeoutError
 from evener.strategies.asynchronous.buffers import ServerBuffers
-from evener.strategies.asynchronous.delayed_momentum import delay_momentum
-from evener.strategies.asynchronous.flat_parameters import FlatLayout
 from evener.strategies.asynchronous.ledger import (
     Begun,
     Contribution,
@@ -39,8 +34,9 @@ from evener.strategies.asynchronous.ledger import (
     Revoked,
     Terms,
 )
+from evener.strategies.asynchronous.server_log import ServerLog
+from evener.strategies.asynchronous.weight_shard import WeightShard
 from evener.strategies.learner import Learner
-from evener.torch_internals.modules import own_parameters
 
 _POLL_SECONDS = 0.05
 """How often a waiting worker looks whether a range is late."""
@@ -99,23 +95,27 @@ class ParameterServer:
     """Holds weights, buffers and the ledger of a section. Its methods may be called from several threads.
 
     Args:
-        parameters: The trained parameters of the model.
+        shard: The weights that this rank holds.
+        parameters: The number of trained parameters.
         scale: The number by which workers have divided their sums of terms.
+        others: Tells the servers that hold other weights what to do. None if there are none.
     """
 
-    def __init__(self, learner: Learner, parameters: list[nn.Parameter], terms: Terms, scale: float) -> None:
+    def __init__(
+        self,
+        learner: Learner,
+        shard: WeightShard,
+        parameters: int,
+        terms: Terms,
+        scale: float,
+        others: ServerLog | None,
+    ) -> None:
         self._learner, self._terms, self._scale = learner, terms, scale
-        self._layout = FlatLayout(parameters)
-        device = learner.session.device
-        self._weights = self._layout.empty(device)
-        self._parameters = [nn.Parameter(view) for view in self._layout.views(self._weights)]
-        self._sums = self._layout.empty(device, wide=True)
-        self._has_gradient = torch.zeros(len(parameters), dtype=torch.float64)
+        self._shard, self._others = shard, others
+        self._has_gradient = torch.zeros(parameters, dtype=torch.float64)
         self._weighted = self._of_merge = self._total = 0.0  # terms of the next merge, and their sum
         self._all_terms = self._all_total = 0.0
         self._before, self._step = SectionOutcome(), 0
-        self._swap = dict(zip(parameters, self._parameters, strict=True))
-        self._penalized = self._with_own_parameters() if learner.task.penalty is not None else None
         self._changed = threading.Condition()
         self._ledger = Ledger(0, terms, [])
         self._versions: dict[int, tuple[Tensor, list[Tensor]]] = {}
@@ -123,19 +123,8 @@ class ParameterServer:
         self._loss = learner.task.exact_loss()
         self._scheduled = 0
         self._stopped = False
-        if terms.delayed:
-            delay_momentum(learner.optimizer, terms.delayed)
         self.error: Exception | None = None
         """An error in an update, which the rank of the server raises at the end of the section."""
-
-    def _with_own_parameters(self) -> nn.Module:
-        """Returns a copy of the model whose parameters are the server's, for the task's penalty."""
-        copied = copy.deepcopy(self._learner.model)
-        for original, module in zip(self._learner.model.modules(), copied.modules(), strict=True):
-            for name, parameter in own_parameters(original).items():
-                if parameter is not None:
-                    own_parameters(module)[name] = self._swap.get(parameter, parameter)
-        return copied
 
     # A section
 
@@ -147,7 +136,7 @@ class ParameterServer:
             step: The number of the engine's step.
             before: What has merged of the section before.
         """
-        self._layout.write(self._weights)
+        self._shard.open()
         self._buffers = ServerBuffers(self._learner.model)
         self._ledger = ledger
         self._before, self._step, self._scheduled = before, step, 0
@@ -156,14 +145,11 @@ class ParameterServer:
         self._versions.clear()
         self._keep_version()
         self._stopped, self.error = False, None
-        optimizer = self._learner.optimizer
-        _swap_parameters(optimizer, self._swap)
 
     def close(self) -> SectionOutcome:
         """Ends the section: the model gets the server's weights and buffers. May be called more than once."""
         with self._changed:  # after an update that a thread is in
-            _swap_parameters(self._learner.optimizer, {own: original for original, own in self._swap.items()})
-            self._layout.read(self._weights)
+            self._shard.close()
             self._buffers.give()
         ledger = self._ledger
         return SectionOutcome(
@@ -190,7 +176,7 @@ class ParameterServer:
         limit = time.monotonic() + self._learner.session.timeout_seconds
         with self._changed:
             if pushed is not None:
-                self._take(pushed)
+                self._take(worker, pushed)
             while True:
                 answer = self._ledger.begin(worker, begin, time.monotonic())
                 if self._stopped or isinstance(answer, Over):
@@ -199,6 +185,8 @@ class ParameterServer:
                     return Reply(revoked=True)
                 if isinstance(answer, Begun):
                     row, weights = self._versions.get(answer.version) or self._version()
+                    if self._others is not None:
+                        self._others.give(worker)
                     return Reply(lease=answer.lease, row=row, weights=weights)
                 if time.monotonic() > limit:
                     raise RankTimeoutError(f"rank {worker} waits for samples that {self._ledger.holders()}")
@@ -231,16 +219,18 @@ class ParameterServer:
     # Merging
 
     @torch.no_grad()
-    def _take(self, pushed: Pushed) -> None:
+    def _take(self, worker: int, pushed: Pushed) -> None:
         """Adds gradients to those of the next merge, if they count."""
         added = self._ledger.push(pushed.number, time.monotonic())
+        weight = 0.0 if added is None else (1 + self._ledger.version - added.version) ** -self._terms.damping
+        if self._others is not None:
+            self._others.add(worker, weight)
         if added is None:
             return
-        weight = (1 + self._ledger.version - added.version) ** -self._terms.damping
-        for total, flat in zip(self._sums, pushed.gradients, strict=True):
-            total.add_(flat.to(total.device), alpha=weight)
-        self._has_gradient += pushed.row[: len(self._parameters)]
-        self._buffers.add(pushed.row[len(self._parameters) :], added.size)
+        self._shard.add(pushed.gradients, weight)
+        number = len(self._has_gradient)
+        self._has_gradient += pushed.row[:number]
+        self._buffers.add(pushed.row[number:], added.size)
         self._weighted += weight * pushed.terms
         self._of_merge += pushed.terms
         self._total += pushed.total
@@ -260,25 +250,17 @@ class ParameterServer:
         """Makes the next version of the weights."""
         self._ledger.merge()
         factor = self._scale / (self._loss.divisor(self._weighted) or 1.0)
-        for total in self._sums:
-            total.mul_(factor)
-        views = self._layout.views(self._sums)
-        for parameter, view, has in zip(self._parameters, views, self._has_gradient.tolist(), strict=True):
-            parameter.grad = view.to(parameter.dtype) if has else None
-        with torch.enable_grad():  # of the penalty
-            self._learner.apply_gradients(
-                self._step, held=(self._parameters, self._penalized or self._learner.model)
-            )
+        due = self._batches(self._ledger.merged) - self._batches(sum(map(_size, self._before.merges)))
+        schedule, self._scheduled = max(0, due - self._scheduled), max(due, self._scheduled)
+        flags = self._has_gradient.tolist()
+        if self._others is not None:
+            self._others.merge(factor, schedule, flags)
+        self._shard.merge(self._step, factor, flags[: self._shard.number], schedule)
         self._buffers.merge()
         self._all_terms += self._of_merge
         self._all_total += self._total
         self._clear()
         self._keep_version()
-        due = self._batches(self._ledger.merged) - self._batches(sum(map(_size, self._before.merges)))
-        while self._scheduled < due:
-            self._scheduled += 1
-            if (scheduler := self._learner.stepper.scheduler) is not None:
-                scheduler.step()
 
     def _batches(self, merged: int) -> int:
         """Returns the number of batches that the schedule counts for so many samples of the section."""
@@ -287,7 +269,7 @@ class ParameterServer:
 
     def _version(self) -> tuple[Tensor, list[Tensor]]:
         """Returns copies of the buffers and the weights as they are now."""
-        return self._buffers.row(), [flat.clone() for flat in self._weights]
+        return self._buffers.row(), self._shard.version()
 
     def _keep_version(self) -> None:
         """Keeps the version of now if ranges begin with it later, and drops those with which none begins any more."""
@@ -298,31 +280,9 @@ class ParameterServer:
             del self._versions[old]
 
     def _clear(self) -> None:
-        for total in self._sums:
-            total.zero_()
         self._has_gradient.zero_()
         self._weighted = self._of_merge = self._total = 0.0
 
 
 def _size(held: Sequence[Contribution]) -> int:
     return sum(each.size for each in held)
-
-
-def _swap_parameters(optimizer: torch.optim.Optimizer, swap: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Lets an optimizer update other parameters in place of its own.
-
-    Raises:
-        ConfigurationError: If it keeps its parameters elsewhere, too.
-    """
-    for name, value in vars(optimizer).items():
-        held = value if isinstance(value, list | tuple) else ()
-        if any(isinstance(each, nn.Parameter) and each in swap for each in held):
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} keeps its parameters in {name!r} besides its groups, and the parameter "
-                "server's cannot take their place: use another optimizer, or ddp"
-            )
-    for group in optimizer.param_groups:
-        group["params"] = [swap.get(parameter, parameter) for parameter in group["params"]]
-    others: Mapping[Any, nn.Parameter] = swap
-    state = {others.get(parameter, parameter): entries for parameter, entries in optimizer.state.items()}
-    optimizer.state = defaultdict(dict, state)

@@ -17,12 +17,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from evener.collectives.executor.subgroup import subgroup
+from evener.components.clipping import Summed
+from evener.components.fragments import cut_into_fragments
 from evener.core.losses import Loss
 from evener.data.batch import Batch
 from evener.data.sections import SectionBatch, Sections
@@ -38,7 +42,9 @@ from evener.strategies.asynchronous.ledger import Ledger, Merges, Terms, check_w
 from evener.strategies.asynchronous.links import LocalLink, RemoteLink, ServerLink, Serving
 from evener.strategies.asynchronous.recorded_ledger import RecordedLedger
 from evener.strategies.asynchronous.server import ParameterServer, Pushed, Reply, SectionOutcome
+from evener.strategies.asynchronous.server_log import ServerLog, ShardLinks, ShardServer
 from evener.strategies.asynchronous.state import share_state
+from evener.strategies.asynchronous.weight_shard import WeightShard
 from evener.strategies.interfaces import StepOutcome
 from evener.strategies.learner import Learner
 from evener.strategies.single import NoSync
@@ -50,15 +56,20 @@ class AsynchronousSteps(Plain):
 
     Args:
         recorded: The merges of each section, to repeat them. None to train.
+        servers: The number of ranks that hold the weights.
     """
 
     updates = True
-    outlives_ranks = True
     before: SectionOutcome | None = None
     interrupted: SectionOutcome | None = None
 
     def __init__(
-        self, learner: Learner, sections: Sections, terms: Terms, recorded: Iterable[Merges] | None = None
+        self,
+        learner: Learner,
+        sections: Sections,
+        terms: Terms,
+        recorded: Iterable[Merges] | None = None,
+        servers: int = 1,
     ) -> None:
         super().__init__(learner)
         self._recorded = None if recorded is None else iter(recorded)
@@ -72,12 +83,18 @@ class AsynchronousSteps(Plain):
         self._loss: Loss = learner.task.exact_loss()
         self._group = self._group_of_ranks()
         self._trained = [parameter for parameter in learner.names if parameter.requires_grad]
-        self._layout = FlatLayout(self._trained)
-        self._gradients = self._layout.empty(learner.session.device)
+        fragments = cut_into_fragments(self._trained, servers, "servers")
+        self._layouts = [FlatLayout(each) for each in fragments]
+        self._gradients = [layout.empty(learner.session.device) for layout in self._layouts]
+        self.outlives_ranks = servers == 1
         self._buffers = WorkerBuffers(learner.model)
         self._scale = float(sections.batch_size)
         self._seconds: dict[int, float] = {}
         self._server: ParameterServer | None = None
+        self._log: ServerLog | None = None
+        self._shard_server: ShardServer | None = None
+        self._shards: ShardLinks | None = None
+        self._make_servers(servers)
         self._serving: Serving | None = None
         self._link: ServerLink
         self._input_seconds = 0.0
@@ -93,6 +110,30 @@ class AsynchronousSteps(Plain):
         assert made is not None
         self._learner.mesh.close_with_mesh(partial(destroy, made))
         return made
+
+    def _make_servers(self, servers: int) -> None:
+        """Makes the server of this rank, and the connections with those of other ranks. A collective call."""
+        learner, group, rank = self._learner, self._group, self._learner.session.rank
+        summed: Summed | None = None
+        if servers > 1:
+            assert group is not None
+            with waiting():
+                seconds = learner.session.group_timeout.total_seconds()
+                of_servers = subgroup(group, range(servers), seconds, "gloo")
+            if of_servers is not None:
+                learner.mesh.close_with_mesh(partial(destroy, of_servers))
+                summed = partial(_sum_over, of_servers)
+        if rank < servers:
+            shard = WeightShard(learner, self._trained, self._layouts[rank], self._terms.delayed, summed)
+        if servers > 1 and group is not None:
+            if 0 < rank < servers:
+                self._shard_server = ShardServer(shard, self._layouts[rank], group)
+            self._shards = ShardLinks(group, self._layouts, self._shard_server)
+            edges = accumulate((len(layout.parameters) for layout in self._layouts), initial=0)
+            self._log = ServerLog(group, [range(*ends) for ends in pairwise(edges)])
+        if not rank:
+            number = len(self._trained)
+            self._server = ParameterServer(learner, shard, number, self._terms, self._scale, self._log)
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
         learner = self._learner
@@ -165,20 +206,22 @@ class AsynchronousSteps(Plain):
             if self._server is not None:
                 self._server.stop()
                 outcome = self._server.close()
-                self.interrupted = outcome if self._server.error is None else None
+                can_go_on = self._server.error is None and self._shards is None
+                self.interrupted = outcome if can_go_on else None
             raise
 
     def _open(self, batch: Batch, step: int) -> None:
         """Opens the section on the server, and this rank's connection with it."""
         if self._learner.session.rank:
             assert self._group is not None
-            self._link = RemoteLink(self._group, self._layout)
+            self._link = RemoteLink(self._group, self._layouts[0])
+            if self._shard_server is not None:
+                self._shard_server.open(step)
             return
-        if self._server is None:
-            self._server = ParameterServer(self._learner, self._trained, self._terms, self._scale)
+        assert self._server is not None
         before, self.before = self.before or SectionOutcome(), None
         self._server.open(self._ledger(batch, before.merges), step, before)
-        self._serving = None if self._group is None else Serving(self._server, self._group, self._layout)
+        self._serving = None if self._group is None else Serving(self._server, self._group, self._layouts[0])
         self._link = LocalLink(self._server, 0)
 
     def _ledger(self, batch: Batch, before: Merges) -> Ledger:
@@ -200,7 +243,10 @@ class AsynchronousSteps(Plain):
             self._heed_signals()
             first = reader.first
             with waiting(), learner.session.watchdog.wait("weights of the parameter server", step):
+                if pushed is not None and self._shards is not None:
+                    self._shards.send(self._gradients)
                 reply = self._link.trade(pushed, first)
+                weights = self._all_weights(reply)
             pushed = None
             if reply.revoked:
                 reader.read()
@@ -213,7 +259,7 @@ class AsynchronousSteps(Plain):
             with waiting():
                 passes = reader.read()
             self._input_seconds += time.perf_counter() - began
-            pushed = self._compute(reply, passes, batch, step)
+            pushed = self._compute(reply, weights, passes, batch, step)
             learner.work_timer.work_done()
         reader.end()
 
@@ -234,20 +280,29 @@ class AsynchronousSteps(Plain):
         lease = self._link.draw()
         return None if lease is None else (lease.number, range(lease.start, lease.stop))
 
-    def _compute(self, reply: Reply, passes: list[Batch], batch: Batch, step: int) -> Pushed:
+    def _all_weights(self, reply: Reply) -> list[list[Tensor]]:
+        """Returns the weights of all servers for a range; none if there is no range."""
+        if reply.weights is None:
+            return []
+        return [reply.weights, *(self._shards.receive() if self._shards is not None else ())]
+
+    def _compute(
+        self, reply: Reply, weights: list[list[Tensor]], passes: list[Batch], batch: Batch, step: int
+    ) -> Pushed:
         """Runs the passes of a range with the weights that came for it. Returns its gradients."""
         learner, lease = self._learner, reply.lease
         assert lease is not None
         assert reply.row is not None
-        assert reply.weights is not None
-        self._layout.read(reply.weights)
+        for layout, flats in zip(self._layouts, weights, strict=True):
+            layout.read(flats)
         self._buffers.begin(reply.row)
         torch.manual_seed(_seed_of(learner.settings.seed, batch.epoch, batch.position + lease.start))
         counts = [read(self._loss.count((each.on_host or each).micro_batches[0].targets)) for each in passes]
         totals = self._passes([each.micro_batches[0] for each in passes], lambda: self._scale, step)
         learner.synchronizer.complete()
         soundness = learner.synchronizer.soundness()
-        has_gradient = self._layout.gradients(self._gradients)
+        pairs = zip(self._layouts, self._gradients, strict=True)
+        has_gradient = [flag for layout, flats in pairs for flag in layout.gradients(flats)]
         for parameter in self._trained:
             parameter.grad = None
         row = torch.cat([torch.tensor(has_gradient, dtype=torch.float64), self._buffers.row(lease.size)])
@@ -256,7 +311,7 @@ class AsynchronousSteps(Plain):
             total = math.nan
         if not math.isfinite(total):
             self._soundness += [ReadyValue(math.nan), *soundness]
-        return Pushed(lease.number, sum(count.value() for count in counts), total, row, self._gradients)
+        return Pushed(lease.number, sum(count.value() for count in counts), total, row, self._gradients[0])
 
     def _meet(self, step: int) -> SectionOutcome:
         """Ends a section: all ranks get the state of the server."""
@@ -266,21 +321,35 @@ class AsynchronousSteps(Plain):
                 with waiting(), learner.session.watchdog.wait("the other ranks' last requests", step):
                     self._serving.join()
                 self._serving.check()
+            if self._log is not None:
+                self._log.end()
             if self._server.error is not None:
                 raise self._server.error
             outcome = self._server.close()
+        if self._shard_server is not None:
+            with learner.session.watchdog.wait("the end of the section", step):
+                self._shard_server.close()
         with waiting():
             outcome, self._asked = learner.session.control.broadcast_object((outcome, self._asked))
             if self._group is not None:
                 group = learner.mesh.group("data")
                 assert group is not None
-                share_state(learner, group, learner.settings.bucket_nbytes)
+                owners = {p: rank for rank, layout in enumerate(self._layouts) for p in layout.parameters}
+                share_state(learner, group, owners, learner.settings.bucket_nbytes)
         assert isinstance(outcome, SectionOutcome)
         return outcome
 
     def elapsed(self, whole: Readout) -> Readout:
         seconds = self._input_seconds
         return DeferredValue(lambda: whole.value() - seconds)
+
+
+def _sum_over(group: dist.ProcessGroup, value: Tensor) -> Tensor:
+    """Returns the sum of a number over the ranks of a gloo group."""
+    total = value.detach().cpu().reshape(1).clone()
+    with waiting():
+        dist.all_reduce(total, group=group)
+    return total[0].to(value.device)
 
 
 def _shares(merges: Merges, ranks: int) -> tuple[int, ...]:
@@ -302,12 +371,17 @@ class AsynchronousSynchronizer(NoSync):
 
     follows = False
 
-    def __init__(self, learner: Learner, terms: Terms) -> None:
+    def __init__(self, learner: Learner, terms: Terms, servers: int) -> None:
         super().__init__(learner)
         more = "" if terms.staleness is None else f", at most {terms.staleness} versions old"
         more += f", weighted by (1 + age)^-{terms.damping:g}" if terms.damping else ""
         more += f"; momentum once in {terms.delayed} updates" if terms.delayed else ""
-        self.words = f"a parameter server on rank 0, those of {terms.buffer} samples for an update{more}"
+        where = (
+            f"parameter servers on ranks 0 to {servers - 1}"
+            if servers > 1
+            else "a parameter server on rank 0"
+        )
+        self.words = f"{where}, those of {terms.buffer} samples for an update{more}"
 
     holds_all = True
 

@@ -43,9 +43,12 @@ class Asynchronous(Strategy):
     delayed_nesterov: int = 0
     """The number of updates in which the momentum of SGD changes once (Liu et al., 2024, arXiv:2401.09135). Together
     they are one step of the optimizer with the mean of their gradients. 0 means that it changes in each."""
+    servers: int = 1
+    """The number of ranks, from rank 0 on, that each hold a part of the weights and update it."""
 
     def __post_init__(self) -> None:
-        for name, least in (("buffer", 0), ("staleness", -1), ("sync_every", 1), ("delayed_nesterov", 0)):
+        least_of = {"buffer": 0, "staleness": -1, "sync_every": 1, "delayed_nesterov": 0, "servers": 1}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if not 0 <= self.damping <= 1:
@@ -59,7 +62,7 @@ class Asynchronous(Strategy):
                 f"strategy {self.label!r} trains in another order each time: verify it with staleness=0, which is the "
                 "training of one device, or repeat a run from its records with evener verify --replay RUN"
             )
-        return self
+        return replace(self, servers=1)
 
     def batch_parts(self, world_size: int) -> int:
         return world_size
@@ -82,6 +85,10 @@ class Asynchronous(Strategy):
         }
         for what in (what for what, is_asked in asked.items() if is_asked):
             raise ConfigurationError(f"strategy {self.label!r} does not go with {what}")
+        if self.servers > world_size:
+            raise ConfigurationError(
+                f"servers is {self.servers}, and there are {world_size} ranks: give at most that many"
+            )
         return Layout({"data": world_size})
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -99,6 +106,10 @@ class Asynchronous(Strategy):
                 f"strategy {self.label!r} sends dense gradients, and an embedding of the model has sparse ones: build "
                 "it with sparse=False, or use ddp"
             )
+        if self.servers > 1 and learner.task.penalty is not None:
+            raise ConfigurationError(
+                f"servers={self.servers} does not go with a penalty, which looks at all weights: use one server"
+            )
         settings = learner.settings
         batch_size = settings.batch_size or learner.task.batch_size
         ranks = learner.session.world_size
@@ -114,11 +125,11 @@ class Asynchronous(Strategy):
         return self
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
-        return AsynchronousSynchronizer(learner, self._terms(learner))
+        return AsynchronousSynchronizer(learner, self._terms(learner), self.servers)
 
     def stepper(self, learner: Learner) -> Stepper:
         assert isinstance(learner.rounds, Sections)
-        return AsynchronousSteps(learner, learner.rounds, self._terms(learner))
+        return AsynchronousSteps(learner, learner.rounds, self._terms(learner), servers=self.servers)
 
     def _terms(self, learner: Learner) -> Terms:
         assert isinstance(learner.rounds, Sections)

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from evener.components.fragments import cut_into_fragments
 from evener.data.rounds import Rounds
 from evener.distributed.mesh import Layout, Mesh
 from evener.errors import ConfigurationError
@@ -214,7 +215,7 @@ class LocalSgd(Strategy):
 
     def stepper(self, learner: Learner) -> Stepper:
         assert isinstance(learner.rounds, Rounds)
-        fragments = cut_into_fragments(list(learner.names), self.num_fragments)
+        fragments = cut_into_fragments(list(learner.names), self.num_fragments, "num_fragments")
         outer, alpha = self.outer_optimizer(learner.model), self.fragment_update_alpha
         rounds = learner.rounds
         rules = QuorumRules(rounds.replicas, self.quorum, self.grace) if self.quorum else None
@@ -253,25 +254,3 @@ class DiLoCo(LocalSgd):
     def outer_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         momentum = self.outer_momentum
         return torch.optim.SGD(model.parameters(), lr=self.outer_lr, momentum=momentum, nesterov=momentum > 0)
-
-
-def cut_into_fragments(parameters: list[nn.Parameter], number: int) -> list[list[nn.Parameter]]:
-    """Cuts parameters, in their order, into fragments of about the same number of elements.
-
-    Raises:
-        ConfigurationError: If there are fewer parameters than fragments.
-    """
-    if number > len(parameters):
-        raise ConfigurationError(
-            f"num_fragments is {number}, and the model has {len(parameters)} parameters: give at most that many"
-        )
-    fragments: list[list[nn.Parameter]] = [[] for _ in range(number)]
-    whole, before, at = sum(p.numel() for p in parameters) or 1, 0, 0
-    for place, parameter in enumerate(parameters):
-        middle = before + parameter.numel() / 2
-        left = len(parameters) - place
-        due = fragments[at] and (middle * number >= whole * (at + 1) or left <= number - at - 1)
-        at += bool(due and at + 1 < number)
-        fragments[at].append(parameter)
-        before += parameter.numel()
-    return fragments

@@ -105,7 +105,7 @@ def replay(
     assert isinstance(strategy, Asynchronous)
     sections, ranks = _sections_of(run / RECORDS)
     recorded = RecordedAsynchronous(
-        **vars(strategy), recorded=tuple(merges for merges, _ in sections), ranks=ranks
+        **vars(strategy) | {"servers": 1}, recorded=tuple(merges for merges, _ in sections), ranks=ranks
     )
     config = config.replace(
         strategy=recorded,
