@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from evener.tools.plan.candidates import Candidate
 from evener.tools.plan.costs import step_time
-from evener.tools.plan.measured import costs_of, line_through, repeat_spread
+from evener.tools.plan.measured import OF_ALL, costs_of, line_through, repeat_spread, spread_of
 from evener.tools.plan.trials import Trial
 
 numbers = st.floats(0.0, 1.0)
@@ -72,8 +72,16 @@ def test_what_repeats_differ_by_is_the_spread() -> None:
     calm = costs_of([trial(8, 1.0, (0.9,)), trial(8, 1.0, (0.9,))], 0.0)
     wild = costs_of([trial(8, 1.0, (0.9,)), trial(8, 1.5, (0.9,))], 0.0)
     assert calm.spread == 0.0
-    assert wild.spread == pytest.approx(math.log(1.5) / math.sqrt(2))
+    assert wild.spread == pytest.approx(math.log(1.5) / math.sqrt(OF_ALL + 1))
     assert costs_of([trial(8, 1.0, (0.9,))], 0.2).spread == pytest.approx(0.2)
+
+
+def test_the_spread_of_all_is_that_of_trials_that_were_the_same() -> None:
+    alike = [trial(8, 1.0, (0.9,)), trial(8, 1.2, (0.9,)), trial(16, 5.0, (0.9,))]
+    other = [trial(8, 1.0, (0.9,)), trial(16, 2.0, (0.9,))]
+    assert spread_of([alike, other]) == pytest.approx(math.log(1.2))
+    assert spread_of([alike, alike[1::-1] * 2]) == pytest.approx(math.log(1.2))
+    assert spread_of([other]) == 0.0
 
 
 def test_the_difference_of_two_trials_has_no_direction() -> None:

@@ -23,7 +23,7 @@ from evener.data.division import by_weights
 
 LEAST_SPREAD = 0.02
 """The smallest relative standard deviation of a prediction: two runs of the same command differ by about that."""
-PER_DOUBLING = 0.04
+PER_DOUBLING = 0.06
 """What each doubling of the batch away from the sizes that were tried adds to it."""
 UNMEASURED_SPREAD = 0.25
 """The relative standard deviation of what no device at hand has measured. Analytic models of other tools state errors

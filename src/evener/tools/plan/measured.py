@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from statistics import mean, median, pstdev
 
@@ -11,12 +11,16 @@ from evener.balance.time_model import Line
 from evener.tools.plan.costs import StepCosts, part_of
 from evener.tools.plan.trials import Trial
 
+OF_ALL = 4
+"""The number of differences between trials of one candidate that those of all candidates together weigh as much as."""
+
 
 def costs_of(trials: Sequence[Trial], spread: float) -> StepCosts:
     """Returns the costs of the candidate of ``trials``: a few with each of several batch sizes.
 
     Args:
-        spread: The relative difference of two trials that were the same, of another candidate.
+        spread: That of all candidates (`spread_of`). It counts as much as ``OF_ALL`` differences of this one, for few
+            are known of each.
     """
     ranks, parts = trials[0].candidate.ranks, len(trials[0].shares)
     compute = tuple(
@@ -30,7 +34,7 @@ def costs_of(trials: Sequence[Trial], spread: float) -> StepCosts:
         parts,
         rest=line_through([(size, max(0.0, seconds)) for size, seconds in rest]),
         input=line_through(inputs),
-        spread=math.hypot(math.sqrt(mean(each**2 for each in [spread, *_repeats(trials)])), within),
+        spread=math.hypot(_root_mean_square([spread] * OF_ALL + _repeats(trials)), within),
         sizes=tuple(sorted({each.batch_size for each in trials})),
     )
 
@@ -49,6 +53,19 @@ def line_through(points: Sequence[tuple[float, float]]) -> Line:
     if mean_y < slope * mean_x:
         return Line(0.0, sum(x * y for x, y in points) / sum(x * x for x, _ in points))
     return Line(mean_y - slope * mean_x, slope)
+
+
+def spread_of(tried: Iterable[Sequence[Trial]]) -> float:
+    """Returns the relative difference of two trials that are the same, as the root of its mean square.
+
+    Args:
+        tried: The trials of each candidate.
+    """
+    return _root_mean_square([each for trials in tried for each in _repeats(trials)])
+
+
+def _root_mean_square(values: Sequence[float]) -> float:
+    return math.sqrt(mean(each**2 for each in values)) if values else 0.0
 
 
 def repeat_spread(first: Trial, again: Trial) -> float:

@@ -31,7 +31,7 @@ from evener.tools.plan.candidates import (
     strategy_named,
 )
 from evener.tools.plan.costs import StepCosts, StepTime, step_time
-from evener.tools.plan.measured import costs_of, repeat_spread
+from evener.tools.plan.measured import costs_of, spread_of
 from evener.tools.plan.result import TrainingPlan, Way
 from evener.tools.plan.trials import Refusal, Trial, run_trials
 from evener.tools.plan.work import knowable
@@ -140,7 +140,7 @@ def calibrate(
     asked = {ranks: _asked(ranks, config, batch_size) for ranks in numbers}
     each = (seconds - START_SECONDS * len(numbers)) / sum(map(len, asked.values())) - SETUP_SECONDS
     each = min(TRIAL_SECONDS[1], max(TRIAL_SECONDS[0], each))
-    costs, refused, spreads = dict[Candidate, StepCosts](), dict[str, str](), list[float]()
+    found, refused = list[Trial](), dict[str, str]()
     began, hopeless = time.monotonic(), set[str]()
     for place, ranks in enumerate(numbers):
         left = max(0.0, seconds - (time.monotonic() - began)) / (len(numbers) - place)
@@ -148,15 +148,14 @@ def calibrate(
         trials, reasons = _tried(task, options, config, wanted, each, left)
         hopeless |= {pair[0].strategy for pair in wanted if pair[0].words in reasons} & set(SPECIAL)
         refused |= reasons
-        first = [trial for trial in trials if (trial.candidate, trial.batch_size) == asked[ranks][0]]
-        spread = max((repeat_spread(one, first[0]) for one in first[1:]), default=0.0)
-        spreads.append(spread)
-        for candidate in dict.fromkeys(trial.candidate for trial in trials):
-            of_candidate = [trial for trial in trials if trial.candidate == candidate]
-            costs[candidate] = costs_of(of_candidate, spread)
+        found += trials
+    tried = {
+        each: [trial for trial in found if trial.candidate == each] for each in (t.candidate for t in found)
+    }
+    spread = spread_of(tried.values())
+    costs = {candidate: costs_of(trials, spread) for candidate, trials in tried.items()}
     refused = {name: why for name, why in refused.items() if name not in {each.words for each in costs}}
     devices = tuple(accelerators.name_of(each) or each.type for each in _devices(kind, max(numbers)))
-    spread = max(spreads, default=0.0)
     about = (devices, load, this_machine(), counted_settings(config))
     return Calibration(built.name, batch_size, costs, refused, spread, *about)
 
