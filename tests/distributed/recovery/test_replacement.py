@@ -85,7 +85,6 @@ def test_a_rank_that_was_taken_at_its_word_does_not_leave(tmp_path: Path) -> Non
 def test_a_rank_that_goes_on_is_recalled_when_the_new_rank_is_ready(tmp_path: Path) -> None:
     with SurvivorLease(tmp_path, 0, goes_on=True) as stay:
         announce(tmp_path, NEXT)
-        assert stay.called(5.0) == NEXT, "it knows where to go if it cannot go on"
         time.sleep(0.3)
         check_recall()
         advance_to(1)
@@ -96,6 +95,14 @@ def test_a_rank_that_goes_on_is_recalled_when_the_new_rank_is_ready(tmp_path: Pa
             time.sleep(0.01)
         with pytest.raises(RecalledError):
             check_recall()
+
+
+def test_a_rank_that_cannot_go_on_joins_the_start_at_once(tmp_path: Path) -> None:
+    told = threading.Event()
+    with SurvivorLease(tmp_path, 0, told.set, goes_on=True) as stay:
+        announce(tmp_path, NEXT)
+        assert stay.called(5.0) == NEXT
+        assert told.is_set()
 
 
 def test_a_start_that_is_over_calls_nobody(tmp_path: Path) -> None:

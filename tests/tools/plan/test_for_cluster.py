@@ -11,7 +11,8 @@ from torch import nn
 from evener.errors import ConfigurationError
 from evener.tools.plan.cluster import Cluster
 from evener.tools.plan.cluster_file import read_cluster
-from evener.tools.plan.for_cluster import SYNC_EVERY, plan_for_cluster
+from evener.tools.plan.for_cluster import plan_for_cluster
+from evener.tools.plan.local_steps_way import SYNC_EVERY
 from evener.tools.plan.result import TrainingPlan, Way
 from evener.tools.plan.text import plan_text
 from tests.tools.plan.models import adam, classes_task, language_task, mlp

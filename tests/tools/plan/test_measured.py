@@ -44,6 +44,10 @@ def test_through_one_point_it_is_in_proportion() -> None:
     assert (line(10), line(20)) == (0.5, 1.0)
 
 
+def test_what_the_first_step_needs_is_kept() -> None:
+    assert costs_of([trial(8, 1.0, (0.9,)), trial(16, 2.0, (1.9,))], 0.0).setup == 0.1
+
+
 def test_repeats_at_a_size_count_by_their_mean() -> None:
     line = line_through([(10, 1.0), (10, 3.0), (30, 4.0)])
     assert [line(10), line(30)] == pytest.approx([2.0, 4.0])

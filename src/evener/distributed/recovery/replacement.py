@@ -184,7 +184,14 @@ class SurvivorLease:
     def called(self, seconds: float) -> Start | None:
         """Waits up to ``seconds`` for a start to be announced. Returns the start to take part in; None for none."""
         self._news.wait(seconds)
-        return self._announced
+        if self._announced is not None:
+            self._recall(self._announced)
+        return self.start
+
+    def _recall(self, start: Start) -> None:
+        if self.start is None:
+            self._tell()
+        self.start = start
 
     def _look(self) -> None:
         """Body of the thread: looks for a recall, and then breaks connections repeatedly, also those of new waits."""
@@ -196,8 +203,6 @@ class SurvivorLease:
             self._news.set()
             if self._goes_on and not _readiness(self._run_dir, found.number).exists():
                 continue
-            if self.start is None:
-                self._tell()
-            self.start = found
+            self._recall(found)
             with suppress(OSError):
                 sever(found.pids)

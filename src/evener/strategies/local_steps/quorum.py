@@ -30,6 +30,7 @@ from evener.collectives.registry import make
 from evener.components.coalesce import broadcast_together
 from evener.data.rounds import Rounds, carried_by
 from evener.distributed.hosts import all_gather, destroy
+from evener.distributed.recovery.replacement import check_recall
 from evener.errors import RankTimeoutError
 from evener.hardware.timers import waiting
 from evener.strategies.learner import Learner
@@ -37,7 +38,8 @@ from evener.strategies.local_steps.merge import MergeGroup
 from evener.strategies.local_steps.replicas import ReplicaSet
 from evener.torch_internals.process_groups import default_store, named_group
 
-_POLL_SECONDS = 0.002
+_POLL_SECONDS, _FEW = 0.002, 16
+"""How often up to so many ranks look into the store. More look less often."""
 _END = "end"
 
 
@@ -74,6 +76,8 @@ class OpenMerges:
     def __init__(self, store: Store, rules: QuorumRules, replicas_of: Mapping[int, int], rank: int) -> None:
         self._store, self._rules = store, rules
         self._replicas_of, self._rank = replicas_of, rank
+        self._here: list[int] = []
+        """The ranks that have registered at the open merge, as far as this rank knows."""
         self.decided: list[tuple[int, ...]] = []
         """The ranks in each merge that is decided, as far as this rank knows. None if the round has ended before."""
 
@@ -95,6 +99,7 @@ class OpenMerges:
         """
         since: float | None = None
         while True:
+            check_recall()
             decision = self._decision()
             if decision is not None:
                 if not decision or self._rank in decision:
@@ -118,7 +123,7 @@ class OpenMerges:
                     f"quorum is {self._rules.quorum}"
                 )
             else:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(_POLL_SECONDS * max(1.0, len(self._replicas_of) / _FEW))
 
     def end(self) -> None:
         """Tells the others that this rank is through with its steps."""
@@ -146,8 +151,9 @@ class OpenMerges:
 
     def _there(self) -> tuple[int, ...]:
         """Returns the ranks that have registered at the open merge."""
-        places = range(1, self._store.add(self._key("number"), 0) + 1)
-        return tuple(sorted(int(self._store.get(self._key(place))) for place in places))
+        for place in range(len(self._here), self._store.add(self._key("number"), 0)):
+            self._here.append(int(self._store.get(self._key(place + 1))))
+        return tuple(sorted(self._here))
 
     def _decide(self, ranks: Sequence[int]) -> None:
         self._store.compare_set(self._key("decided"), "", json.dumps(ranks))
@@ -157,6 +163,7 @@ class OpenMerges:
         if not self._store.check([self._key("decided")]):
             return None
         self.decided.append(tuple(json.loads(self._store.get(self._key("decided")))))
+        self._here.clear()
         return self.decided[-1]
 
 

@@ -125,9 +125,10 @@ def in_less_memory(usual: Candidate, batch_size: int) -> Iterator[Candidate]:
 
 SPECIAL = ("context", "experts", "dimension")
 """Strategies for models of some kinds. One that refuses the task is not tried again with other numbers of ranks."""
+LOCAL_STEPS = "local_sgd, diloco"
 NEVER_TRIED = {
     "layers, data_parallel": "one process that waits for each of its devices in turn; ranks are faster",
-    "local_sgd, diloco": "another algorithm than the training of one device",
+    LOCAL_STEPS: "another algorithm than the training of one device",
     "asynchronous": "another algorithm, whose speed is that of all ranks together if they stall at random",
     "offload, optimizer_state=8bit": "they save memory and cost time: for a model that fits no other way",
 }

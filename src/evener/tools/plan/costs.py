@@ -56,6 +56,9 @@ class StepCosts:
     """Waiting for samples, by a rank's own ones."""
     spread: float = UNMEASURED_SPREAD
     """The relative standard deviation of a prediction at the sizes that were tried."""
+    setup: float = 0.0
+    """Seconds until the first step is done, besides those of starting ranks: for making the model, the groups of ranks
+    and the optimizer's state. 0 if that is not known."""
     sizes: tuple[int, ...] = ()
     """The batch sizes that were tried. Empty if this way was not tried."""
 

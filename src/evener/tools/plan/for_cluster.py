@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 from evener.core.config.kwargs import Settings
@@ -25,7 +26,7 @@ from evener.tools.plan.candidates import (
     numbers_of_ranks,
 )
 from evener.tools.plan.cluster import Cluster
-from evener.tools.plan.costs import StepCosts
+from evener.tools.plan.local_steps_way import by_local_steps
 from evener.tools.plan.plan import predicted, samples_of
 from evener.tools.plan.result import TrainingPlan, Way
 from evener.tools.plan.trials import NO_TIME, quiet
@@ -35,8 +36,6 @@ from evener.training.factory import balance_of
 
 SECONDS = 50.0
 """About how long it may take."""
-SYNC_EVERY = 50
-"""Batches between two merges of local steps, if these are proposed."""
 SLOW_MESSAGES = 0.2
 """Local steps are proposed if messages take more than this part of a step."""
 ROOM = 0.95
@@ -195,7 +194,8 @@ class _Search:
         way = Way(candidate, time_, costs, needed, limit)
         self.ways.append(way)
         if candidate.strategy == "ddp" and time_.communication > SLOW_MESSAGES * time_.seconds:
-            self.ways.append(_by_local_steps(way, config, self._batch_size))
+            timed = partial(predicted, config=config, batch_size=self._batch_size)
+            self.ways.append(by_local_steps(way, timed))
 
 
 def _anywhere(candidate: Candidate) -> Candidate:
@@ -237,12 +237,3 @@ def _many_ways(ranks: int, cards: int) -> Iterator[Candidate]:
 def _dtype(config: RunConfig) -> str:
     """Returns the name of the type in which products are computed."""
     return {"bf16": "bfloat16", "fp16": "float16"}.get(config.precision or "", config.dtype or "float32")
-
-
-def _by_local_steps(way: Way, config: RunConfig, batch_size: int) -> Way:
-    """Returns the way with merges of weights in place of a sum of gradients in each step."""
-    rest, exposed = way.costs.rest.scaled(1 / SYNC_EVERY), way.costs.exposed / SYNC_EVERY
-    costs: StepCosts = replace(way.costs, rest=rest, exposed=exposed, hidden=0.0)
-    candidate = replace(way.candidate, strategy="diloco", options=(f"sync_every={SYNC_EVERY}",))
-    words = f"replicas merge every {SYNC_EVERY} batches"
-    return Way(candidate, predicted(costs, candidate, config, batch_size), costs, None, None, words)

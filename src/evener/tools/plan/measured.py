@@ -35,6 +35,7 @@ def costs_of(trials: Sequence[Trial], spread: float) -> StepCosts:
         rest=line_through([(size, max(0.0, seconds)) for size, seconds in rest]),
         input=line_through(inputs),
         spread=math.hypot(_root_mean_square([spread] * OF_ALL + _repeats(trials)), within),
+        setup=median(each.setup for each in trials),
         sizes=tuple(sorted({each.batch_size for each in trials})),
     )
 

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -23,6 +24,7 @@ from evener.hardware import accelerators
 from evener.tools.estimate import estimate_memory
 from evener.tools.plan.calibration import Calibration, counted_settings, this_machine
 from evener.tools.plan.candidates import (
+    LOCAL_STEPS,
     NEVER_TRIED,
     SPECIAL,
     Candidate,
@@ -31,6 +33,7 @@ from evener.tools.plan.candidates import (
     strategy_named,
 )
 from evener.tools.plan.costs import StepCosts, StepTime, step_time
+from evener.tools.plan.local_steps_way import fastest_by_local_steps
 from evener.tools.plan.measured import costs_of, spread_of
 from evener.tools.plan.result import TrainingPlan, Way
 from evener.tools.plan.trials import Refusal, Trial, run_trials
@@ -85,7 +88,11 @@ def make_plan(
     if not ways:
         reasons = "; ".join(f"{name}: {why}" for name, why in calibration.refused.items())
         raise ConfigurationError(f"{built.name} can be trained in no way that was tried: {reasons}")
+    timed = partial(predicted, config=config, batch_size=batch_size)
+    is_free = strategy_named(config) == "auto" and not config.memory_limit
+    by_merges = fastest_by_local_steps(ways, config, timed) if is_free else None
     ways, notes = _with_memory(task, ways, config, batch_size, options)
+    ways += [] if by_merges is None else [by_merges]
     if calibration.load > BUSY * usable_cores():
         notes.append(
             f"{calibration.load:.1f} programs wanted to compute on {usable_cores()} cores when the trials began: times "
@@ -98,7 +105,9 @@ def make_plan(
         epochs=config.epochs or built.epochs,
         ways=tuple(sorted(ways, key=lambda way: (not way.fits, way.time.seconds))),
         refused=calibration.refused,
-        left_out=NEVER_TRIED,
+        left_out=NEVER_TRIED
+        if by_merges is None
+        else {k: v for k, v in NEVER_TRIED.items() if k != LOCAL_STEPS},
         repeat_spread=calibration.repeat_spread,
         devices=calibration.devices,
         seconds=time.monotonic() - began,

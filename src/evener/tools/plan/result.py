@@ -50,6 +50,7 @@ class Way:
             "options": self.candidate.words,
             "seconds": {f"p{round(100 * part)}": self.time.quantile(part) for part in QUANTILES},
             "terms": self.time.terms,
+            "setup_seconds": self.costs.setup,
             "shares": list(self.time.shares),
             "needed": self.needed,
             "limit": self.limit,

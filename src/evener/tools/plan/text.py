@@ -55,7 +55,8 @@ def _way(plan: TrainingPlan, way: Way, explain: bool) -> Iterator[str]:
     yield f"{'':>12}  {reason(way)}{source}"
     if explain:
         terms = ", ".join(f"{name} {seconds_text(took)}" for name, took in way.time.terms.items() if took)
-        yield f"{'':>12}  {terms}; shares {' + '.join(map(str, way.time.shares))}"
+        setup = f"; {seconds_text(way.costs.setup)} until the first step is done" if way.costs.setup else ""
+        yield f"{'':>12}  {terms}; shares {' + '.join(map(str, way.time.shares))}{setup}"
 
 
 def _other_algorithm(plan: TrainingPlan, explain: bool) -> Iterator[str]:
