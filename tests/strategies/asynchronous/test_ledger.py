@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -42,7 +43,9 @@ def test_nothing_is_lost_or_doubled_or_too_old_whatever_happens() -> None:
         check_whole(ledger.merges, ledger.size)
         found = ages(ledger.merges)
         sizes = [sum(each.size for each in held) for held in ledger.merges]
-        assert 2 * min(sizes[:-1], default=ledger.size) >= min(ledger.terms.buffer, ledger.size), seed
+        if ledger.terms.staleness != 0:
+            usual = ledger.size / math.ceil(ledger.size / ledger.terms.buffer)
+            assert 2 * min(sizes[:-1], default=ledger.size) >= usual, seed
         if ledger.terms.staleness is not None:
             assert max(found) <= ledger.terms.staleness, seed
         died, wasted, oldest = (
@@ -92,6 +95,15 @@ def test_there_are_as_many_merges_as_batches(workers: int) -> None:
         ledger = Ledger(160 * workers, Terms(16 * workers, 16 * workers, 4), range(workers))
         VirtualWorkers(ledger, [1.0 + seed % 3] * workers, seed).run()
         assert len(ledger.merges) == 10
+
+
+@pytest.mark.parametrize("size", [64 * 10, 64 * 10 + 8, 64 * 10 - 8, 70])
+def test_what_is_left_of_a_buffer_makes_no_small_merge_and_none_less(size: int) -> None:
+    ledger = Ledger(size, Terms(64, 64, 4), range(4))
+    VirtualWorkers(ledger, [0.01, 0.01, 0.01, 0.01]).run()
+    sizes = [sum(each.size for each in held) for held in ledger.merges]
+    assert len(sizes) == math.ceil(size / 64)
+    assert min(sizes) >= 32
 
 
 def test_a_worker_with_most_of_the_samples_makes_no_small_merges() -> None:

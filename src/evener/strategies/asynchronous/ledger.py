@@ -2,8 +2,8 @@
 
 A section is a stretch of the global order that workers compute at their own pace. A worker *leases* a range of it,
 reads the weights, computes, and pushes gradients. Pushed gradients are *pending* until they merge, which makes the next
-*version* of the weights. Version number ``n`` is due when ``n`` times ``buffer`` samples have been pushed, and at least
-half a buffer is pending, and is left: so versions are as many as buffers, and none comes from a few samples only::
+*version* of the weights. A section has as many versions as buffers, of about equal size. Version number ``n`` is due
+when about ``n`` times that size has been pushed, at least half of it is pending, and half of it or nothing is left::
 
     free ──draw──▶ leased ──begin──▶ begun at version v ──push──▶ pending ──merge──▶ merged: version v + 1, v + 2 ...
       ▲               │                  │                  │
@@ -38,7 +38,7 @@ LEAST_LATE_SECONDS = 1.0
 SMOOTHING = 0.3
 """The weight of the last measurement in a worker's speed."""
 NEARLY = 0.9
-"""The part of the last buffer that must have been pushed for a version, if ranges do not end where buffers do."""
+"""The part of the last such size that must have been pushed, for ranges do not end where versions would."""
 SMALLEST = 0.25
 """The smallest range near the end of a section, as a part of the usual one."""
 
@@ -130,8 +130,8 @@ class Terms:
     batch_size: int
     """The number of samples that all workers together lease at about the same time."""
     buffer: int
-    """The number of samples in a merge, on average, and as a rule at least half of it in each. If every merge had at
-    least so many, a section would have fewer merges than synchronous training has batches."""
+    """A section has a merge for so many samples or fewer. If every merge had at least so many, a section would have fewer
+    merges than synchronous training has batches."""
     staleness: int | None
     """The largest age of gradients in a merge, in versions. None means no bound."""
     damping: float = 0.0
@@ -247,9 +247,10 @@ class Ledger:
         rest = self.size - self.merged - pending
         if not rest or self.terms.staleness == 0:
             return pending >= min(buffer, pending + rest) > 0
-        if 2 * rest < buffer and self._may_begin(self.size - 1):
+        usual = self.size / math.ceil(self.size / buffer)
+        if 2 * rest < usual and self._may_begin(self.size - 1):
             return False  # it merges with the rest
-        return self.merged + pending >= (self.version + NEARLY) * buffer and 2 * pending >= buffer
+        return self.merged + pending >= (self.version + NEARLY) * usual and 2 * pending >= usual
 
     def merge(self) -> None:
         """Makes the next version of the pending gradients, in the order in which they came."""
