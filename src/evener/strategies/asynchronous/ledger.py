@@ -130,7 +130,7 @@ class Terms:
     batch_size: int
     """The number of samples that all workers together lease at about the same time."""
     buffer: int
-    """A section has a merge for so many samples or fewer. If every merge had at least so many, a section would have fewer
+    """A section has a merge for so many samples or fewer. If every merge had at least so many, there would be fewer
     merges than synchronous training has batches."""
     staleness: int | None
     """The largest age of gradients in a merge, in versions. None means no bound."""
