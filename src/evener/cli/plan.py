@@ -105,8 +105,12 @@ def _explain(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(
             "--explain RUN compares with a plan that was saved: name it with --from FILE"
         )
-    found = compared_step(Calibration.read(arguments.source), Path(arguments.explain))
+    calibration = Calibration.read(arguments.source)
+    found = compared_step(calibration, Path(arguments.explain))
     print(found.table())
+    learned = sum(run.counts and run.options == found.candidate.words for run in calibration.runs)
+    if learned:
+        print(f"{arguments.source} has learned from {learned} runs in this way, as from this one if it was among them")
     return 0 if found.is_within else 1
 
 

@@ -58,13 +58,14 @@ def execute(arguments: argparse.Namespace) -> int:
     options.find_modules_here()
     from evener.core.records import as_json
     from evener.files import write_json
-    from evener.tools.plan import chosen_way
+    from evener.tools.plan import chosen_way, load_now
     from evener.tools.plan.text import prediction_text
     from evener.training.fit import fit
     from evener.training.reporting.terminal import summary_text
 
-    way = None
+    way, load = None, 0.0
     if arguments.plan is not None:
+        load = load_now()
         given = options.task_options_of(arguments)
         config, way = chosen_way(arguments.plan, config, arguments.task, given)
         if speaks(os.environ):
@@ -84,7 +85,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if trained.rank == 0:
         print(fitted(summary_text(trained.summary), sys.stdout), flush=True)
         if way is not None and trained.summary.run_dir is not None:
-            print(_beside_prediction(arguments.plan, Path(trained.summary.run_dir)), flush=True)
+            print(_beside_prediction(arguments.plan, Path(trained.summary.run_dir), load), flush=True)
         if arguments.json:
             write_json(arguments.json, as_json(trained.summary))
     return 0
@@ -100,14 +101,23 @@ def _fitting(arguments: argparse.Namespace, config: RunConfig) -> RunConfig:
     return config
 
 
-def _beside_prediction(plan: Path, run: Path) -> str:
-    """Returns a line that has what the steps of a run took, and what was predicted."""
-    from evener.tools.plan import Calibration, compared_step
+def _beside_prediction(plan: Path, run: Path, load: float) -> str:
+    """Returns a line that has what the steps of a run took, and what was predicted. The plan learns from the run.
+
+    Args:
+        load: The number of programs that wanted to compute before it began.
+    """
+    from evener.tools.plan import Calibration, compared_step, with_run
 
     try:
-        return f"  {compared_step(Calibration.read(plan), run).words()}"
+        calibration = Calibration.read(plan)
+        found = compared_step(calibration, run)
+        with_run(calibration, found, found.batch_size, load).save(plan)
     except (ConfigurationError, DataError) as error:
         return f"  not compared with the plan: {error}"
+    except OSError as error:
+        return f"  {found.words()}; {plan} cannot be written and learns nothing: {error}"
+    return f"  {found.words()}"
 
 
 @contextmanager

@@ -140,6 +140,12 @@ def test_the_term_that_is_off_is_named(tmp_path: Path) -> None:
     assert found.terms["waiting"] == pytest.approx(22e-3)
 
 
+def test_a_run_with_slower_devices_than_there_are_is_not_compared(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 40e-3, (32e-3, 32e-3), config={"throttle": "1,0.5"})
+    with pytest.raises(ConfigurationError, match="emulated slower devices"):
+        compared_step(calibration(), run)
+
+
 def test_the_strategy_of_a_run_is_found_among_the_ways(tmp_path: Path) -> None:
     run = run_of(tmp_path, 40e-3, (32e-3, 32e-3), config={"strategy": "sharded"})
     assert compared_step(calibration(), run).candidate == SHARDED

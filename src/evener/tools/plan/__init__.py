@@ -13,6 +13,7 @@
 ``choice``       takes the fastest way of a saved calibration for a run
 ``fitting``      a strategy for a model that does not fit with the default one
 ``comparison``   a run beside its prediction
+``learning``     lets a calibration learn from runs
 ``result``       the plan: ways, the curve over devices
 ``text``         the plan in words
 ===============  ================================================================================
@@ -26,6 +27,7 @@ from evener.tools.plan.comparison import ComparedStep, compared_step
 from evener.tools.plan.costs import StepCosts, StepTime, step_time
 from evener.tools.plan.fitting import fitting_strategy
 from evener.tools.plan.for_cluster import plan_for_cluster
+from evener.tools.plan.learning import load_now, with_run
 from evener.tools.plan.plan import calibrate, make_plan
 from evener.tools.plan.result import TrainingPlan, Way
 from evener.tools.plan.text import plan_text
@@ -42,9 +44,11 @@ __all__ = [
     "chosen_way",
     "compared_step",
     "fitting_strategy",
+    "load_now",
     "make_plan",
     "plan_for_cluster",
     "plan_text",
     "read_cluster",
     "step_time",
+    "with_run",
 ]

@@ -27,6 +27,22 @@ _COUNTED = (
 
 
 @dataclass(frozen=True)
+class PastRun:
+    """What a run took, beside what was predicted."""
+
+    options: str
+    """How it divided the work, as options of the command."""
+    batch_size: int
+    predicted: float
+    """Seconds of a step."""
+    measured: float
+    load: float
+    """Programs that wanted to compute before it began."""
+    counts: bool
+    """True if the costs have changed by it."""
+
+
+@dataclass(frozen=True)
 class Calibration:
     """The costs of a step of a task in each way, on one machine."""
 
@@ -45,6 +61,8 @@ class Calibration:
     machine: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     """The settings of the trials on which the time or the memory of a step depends."""
+    runs: tuple[PastRun, ...] = ()
+    """The runs from which the calibration has learned, the oldest first."""
 
     def check(self, task: str, config: RunConfig) -> None:
         """Raises ConfigurationError if the trials were of another task, or with other settings."""
@@ -79,7 +97,8 @@ class Calibration:
             if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
                 raise ValueError(f"it is not of the format {FORMAT}")
             costs = {_candidate(each["candidate"]): _costs(each["costs"]) for each in values.pop("costs")}
-            return cls(costs=costs, **values | {"devices": tuple(values["devices"])})
+            runs = tuple(PastRun(**each) for each in values.pop("runs", ()))
+            return cls(costs=costs, runs=runs, **values | {"devices": tuple(values["devices"])})
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(
                 f"{path} is no calibration of evener plan: {error}. Make one with evener plan TASK --save {path}"

@@ -33,6 +33,7 @@ class ComparedStep:
     """The measured step."""
     terms: dict[str, float]
     """The measured terms, under the names of :attr:`StepTime.terms`."""
+    batch_size: int = 0
 
     @property
     def difference(self) -> float:
@@ -90,6 +91,10 @@ def compared_step(calibration: Calibration, run: Path) -> ComparedStep:
         raise ConfigurationError(
             f"the calibration is of {calibration.task!r}, and {run} has trained {task!r}"
         )
+    if config.get("throttle"):
+        raise ConfigurationError(
+            f"{run} emulated slower devices (--throttle), and the calibration is of these"
+        )
     candidate = _candidate(config, ranks)
     costs = calibration.costs.get(candidate)
     if costs is None:
@@ -111,6 +116,7 @@ def compared_step(calibration: Calibration, run: Path) -> ComparedStep:
             "communication": max(0.0, seconds - slowest - waits),
             "input": waits,
         },
+        batch_size,
     )
 
 
