@@ -110,7 +110,9 @@ def _explain(arguments: argparse.Namespace) -> int:
     print(found.table())
     learned = sum(run.counts and run.options == found.candidate.words for run in calibration.runs)
     if learned:
-        print(f"{arguments.source} has learned from {learned} runs in this way, as from this one if it was among them")
+        print(
+            f"{arguments.source} has learned from runs in this way ({learned}), as from this one if it chose it"
+        )
     return 0 if found.is_within else 1
 
 
