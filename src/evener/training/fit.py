@@ -26,6 +26,7 @@ from evener.distributed.launch.launch import is_launched, launch
 from evener.distributed.launch.process_count import Headcount
 from evener.distributed.launch.rendezvous import Rendezvous
 from evener.distributed.launch.worker import RankCall, job_in
+from evener.distributed.recovery.replacement import say_ready
 from evener.distributed.restart_count import generation
 from evener.distributed.session import RUN_DIR, Session, rejoin
 from evener.distributed.signals import GRACE_SECONDS
@@ -162,6 +163,8 @@ class FitJob:
     def __call__(self) -> Trained | None:
         """Runs the job, and runs it again each time that this rank survives while another is replaced."""
         job, heir = self, CarriedState() if succeeds() else None
+        if heir is not None:
+            say_ready(Path(os.environ[RUN_DIR]))
         while True:
             try:
                 return job._run(heir)

@@ -123,7 +123,6 @@ class Interrupted(Ledger):
         draw = random.Random(self.size)
         if self.version > draw.randint(0, 8) and not hasattr(self, "whole"):
             self.whole = self.size
-            self.begun = max(each.lease.stop for each in self._open.values()) if self._open else 0
             assert self.shorten()
             while self.is_due():
                 self.merge()

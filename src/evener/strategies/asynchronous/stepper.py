@@ -129,9 +129,10 @@ class AsynchronousSteps(Plain):
             if 0 < rank < servers:
                 self._shard_server = ShardServer(shard, self._layouts[rank], group)
             self._shards = ShardLinks(group, self._layouts, self._shard_server)
-            edges = accumulate((len(layout.parameters) for layout in self._layouts), initial=0)
-            self._log = ServerLog(group, [range(*ends) for ends in pairwise(edges)])
         if not rank:
+            if servers > 1 and group is not None:
+                edges = accumulate((len(layout.parameters) for layout in self._layouts), initial=0)
+                self._log = ServerLog(group, [range(*ends) for ends in pairwise(edges)])
             number = len(self._trained)
             self._server = ParameterServer(learner, shard, number, self._terms, self._scale, self._log)
 

@@ -31,19 +31,17 @@ def by_local_steps(way: Way, timed: Timed, alone: Line = NOTHING) -> Way:
         timed: Predicts the time of a step with given costs.
         alone: What comes after the passes of a single device, its update for example, which stays in each step.
     """
+
+    def rarely(whole: float, stays: float) -> float:
+        stays = min(whole, stays)
+        return stays + (whole - stays) / SYNC_EVERY
+
     rest = way.costs.rest
-    rare = Line(
-        max(0.0, rest.overhead_seconds - alone.overhead_seconds) / SYNC_EVERY,
-        max(0.0, rest.seconds_per_sample - alone.seconds_per_sample) / SYNC_EVERY,
-    )
-    stays = Line(
-        min(rest.overhead_seconds, alone.overhead_seconds),
-        min(rest.seconds_per_sample, alone.seconds_per_sample),
-    )
     costs: StepCosts = replace(
         way.costs,
         rest=Line(
-            rare.overhead_seconds + stays.overhead_seconds, rare.seconds_per_sample + stays.seconds_per_sample
+            rarely(rest.overhead_seconds, alone.overhead_seconds),
+            rarely(rest.seconds_per_sample, alone.seconds_per_sample),
         ),
         exposed=way.costs.exposed / SYNC_EVERY,
         hidden=0.0,

@@ -35,7 +35,6 @@ from evener.distributed.recovery.replacement import (
     Start,
     SurvivorLease,
     is_successor,
-    say_ready,
 )
 from evener.distributed.session import RUN_DIR
 from evener.distributed.signals import asked
@@ -191,13 +190,9 @@ def succession(engine: Engine) -> RankReplacement | None:
 
 
 def succeeds() -> bool:
-    """Returns True if this process takes part in a start that other ranks have survived into. Tells them that it is
-    ready."""
+    """Returns True if this process takes part in a start that other ranks have survived into."""
     launcher = os.environ.get(RUN_DIR)
-    if launcher is None or not is_successor(Path(launcher)):
-        return False
-    say_ready(Path(launcher))
-    return True
+    return launcher is not None and is_successor(Path(launcher))
 
 
 def made_anew(make: Callable[[], nn.Module]) -> nn.Module:
