@@ -27,10 +27,11 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("deaths", "of_server"),
+    ("deaths", "of_server", "servers"),
     [
-        pytest.param(1, 1, marks=pytest.mark.slow),
-        pytest.param(25, 0, marks=pytest.mark.nightly),
+        pytest.param(1, 1, 1, marks=pytest.mark.slow),
+        pytest.param(1, 0, 2, marks=pytest.mark.slow),
+        pytest.param(25, 0, 1, marks=pytest.mark.nightly),
     ],
 )
 def test_deaths_lose_and_double_nothing(
@@ -39,6 +40,7 @@ def test_deaths_lose_and_double_nothing(
     capfd: pytest.CaptureFixture[str],
     deaths: int,
     of_server: int,
+    servers: int,
 ) -> None:
     monkeypatch.setenv("EVENER__TESTS_FAULT", str(tmp_path))
     (tmp_path / "chaos.json").write_text(json.dumps({"ranks": [0, 1, 2]}))
@@ -48,12 +50,12 @@ def test_deaths_lose_and_double_nothing(
     found = fit(
         tasks_asynchronous.mortal,
         strategy="asynchronous",
-        strategy_option=("sync_every=10", f"staleness={STALENESS}"),
+        strategy_option=("sync_every=10", f"staleness={STALENESS}", f"servers={servers}"),
         processes=PROCESSES,
         device="cpu",
         epochs=EPOCHS,
         run_dir=run,
-        save_every="20steps" if of_server else "1h",
+        save_every="20steps" if of_server or servers > 1 else "1h",
         timeout_seconds=60.0,
         rendezvous=Rendezvous(max_restarts=2 * deaths + of_server + 2),
         show=False,

@@ -382,9 +382,8 @@ class AsynchronousSynchronizer(NoSync):
             if servers > 1
             else "a parameter server on rank 0"
         )
+        self.holds_all = servers == 1  # with more, a death takes a part of the weights with it
         self.words = f"{where}, those of {terms.buffer} samples for an update{more}"
-
-    holds_all = True
 
     def sum_gradients(self, parameters: object) -> None:
         raise ConfigurationError(
