@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +57,41 @@ def test_a_process_shows_where_it_is_also_with_the_lock(act: Callable[[], None])
             assert "test_stacks.py" in frames[0], frames
             assert frames[0].endswith(f" in {act.__name__}")
             assert any(" in child" in frame for frame in frames)
+
+
+def call_often() -> None:
+    """Frames of the interpreter come and go. The handler that needs no lock is not there."""
+    faulthandler.unregister(stacks._NATIVE_SIGNAL)
+    while True:
+        (lambda: None)()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_who_runs_python_code_is_asked_without_harm() -> None:
+    """In the middle of an instruction about one question in 300 would crash it."""
+    with child(call_often) as pid:
+        for _ in range(1500):
+            os.kill(pid, stacks._PYTHON_SIGNAL)
+            time.sleep(0.0005)
+        assert any(frame.endswith(" in call_often") for frame in stack_of(pid))
+
+
+def wait_beside_work() -> None:
+    """The main thread waits without the lock, another runs."""
+    threading.Thread(target=spin, daemon=True).start()
+    while True:
+        ctypes.CDLL(None).sleep(1000)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_of_who_waits_in_native_code_no_other_thread_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        stacks, "_PYTHON_SIGNAL", stacks._NATIVE_SIGNAL
+    )  # as if there were no answer to the first
+    with child(wait_beside_work) as pid:
+        found = threads_of(pid)
+        assert " in wait_beside_work" in found
+        assert " in spin" not in found
 
 
 def test_nothing_is_sent_to_who_does_not_listen() -> None:

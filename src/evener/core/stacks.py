@@ -1,14 +1,20 @@
-"""Reads the Python stack of another process on this host, by sending it a signal.
+"""Reads the Python stack of another process on this host, by sending it signals.
 
 A thread needs Python's interpreter lock (GIL) to read the stacks of its own process, and a call in native code may hold
-the lock forever. The signal handler of :mod:`faulthandler` is written in C and needs no lock::
+the lock forever. So there are two signals. The handler of the first is a Python function, which the main thread runs
+between two instructions. Who does not answer is in native code, and gets the second signal, whose handler is written in
+C (:mod:`faulthandler`) and needs no lock::
 
     rank 0, a thread ─── signal ───▶ rank 1, wherever it is: writes its stacks into a file in memory
                      ◀── reads /proc/PID/fd/N ──┘
 
-A forked child (a DataLoader worker) inherits the handler, and writes into the same file. The signal is a real-time
-signal, since users and schedulers use SIGUSR1 and SIGUSR2. It would end a process without the handler, so it is sent
-only if the kernel reports that the process catches it.
+The second signal alone would not do: it also arrives in the middle of an instruction, while the interpreter's frames
+change, and about one in 300 crashed a process that was computing in Python. For the same reason it shows the main
+thread only: others may be running.
+
+A forked child (a DataLoader worker) inherits the handlers, and writes into the same file. The signals are real-time
+signals, since users and schedulers use SIGUSR1 and SIGUSR2. They would end a process without the handlers, so they are
+sent only if the kernel reports that the process catches them.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import faulthandler
 import fcntl
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,9 +34,12 @@ import psutil
 
 from evener.files import PACKAGE
 
-_SIGNAL = int(getattr(signal, "SIGRTMIN", 34)) + 11
+_NATIVE_SIGNAL = int(getattr(signal, "SIGRTMIN", 34)) + 11
+_PYTHON_SIGNAL = _NATIVE_SIGNAL + 1
 _NAME = "evener-stacks"
 _ANSWER_SECONDS = 2.0
+_PYTHON_SECONDS = 0.3
+"""Who runs Python code answers within milliseconds."""
 _QUIET_SECONDS = 0.03
 """An answer is written in many small pieces. It is complete when nothing was added for this time."""
 _SHOWN_FRAMES = 12
@@ -45,11 +55,17 @@ _crashes: list[BinaryIO] = []
 
 
 def listen(*_: object) -> None:
-    """Installs the signal handler in this process and in processes that it forks later. Linux only."""
+    """Installs the signal handlers in this process and in processes that it forks later. Linux only."""
     if not _files and hasattr(os, "memfd_create"):
         file = open(os.memfd_create(_NAME), "ab", buffering=0)  # noqa: SIM115
-        faulthandler.register(_SIGNAL, file, all_threads=True)
         _files.append(file)
+        faulthandler.register(_NATIVE_SIGNAL, file, all_threads=False)
+        if threading.current_thread() is threading.main_thread():  # Python permits it nowhere else
+            signal.signal(_PYTHON_SIGNAL, _write_stacks)
+
+
+def _write_stacks(*_: object) -> None:
+    faulthandler.dump_traceback(_files[0], all_threads=True)
 
 
 def record_crash(path: Path) -> None:
@@ -88,19 +104,21 @@ def threads_of(pid: int) -> str:
 
 
 def _asked(pid: int) -> str:
-    """Sends the signal and returns the process's answer; empty if it does not answer, has ended, or belongs to another
+    """Sends the signals and returns the process's answer; empty if it does not answer, has ended, or belongs to another
     user.
     """
-    try:
+    answer = ""
+    with suppress(OSError, ValueError, KeyError):
         place = _file_of(pid)
-        if place is None or not _listens(pid):
+        if place is None:
             return ""
         with place.open("rb") as file, _alone(file):
             file.seek(0, os.SEEK_END)
-            os.kill(pid, _SIGNAL)
-            return _answer(file)
-    except (OSError, ValueError, KeyError):
-        return ""
+            for number, seconds in ((_PYTHON_SIGNAL, _PYTHON_SECONDS), (_NATIVE_SIGNAL, _ANSWER_SECONDS)):
+                if not answer and _listens(pid, number):
+                    os.kill(pid, number)
+                    answer = _answer(file, seconds)
+    return answer
 
 
 def stacks_of(pid: int) -> str:
@@ -170,11 +188,11 @@ def _file_of(pid: int) -> Path | None:
     return None
 
 
-def _listens(pid: int) -> bool:
+def _listens(pid: int, number: int) -> bool:
     """Returns True if the process catches the signal and is not stopped: a stopped one would answer too late."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     status = dict(line.split(":", 1) for line in lines)
-    caught = int(status["SigCgt"], 16) >> (_SIGNAL - 1) & 1
+    caught = int(status["SigCgt"], 16) >> (number - 1) & 1
     return bool(caught) and status["State"].split()[0] not in "tT"
 
 
@@ -197,12 +215,14 @@ def _alone(file: BinaryIO) -> Iterator[None]:
     yield  # closing the file releases the lock
 
 
-def _answer(file: BinaryIO) -> str:
-    deadline, answer, last = time.monotonic() + _ANSWER_SECONDS, b"", time.monotonic()
+def _answer(file: BinaryIO, seconds: float) -> str:
+    """Returns what is added to the file, if that begins within ``seconds``."""
+    deadline, answer, last = time.monotonic() + seconds, b"", time.monotonic()
     while time.monotonic() < deadline and not (answer and time.monotonic() - last > _QUIET_SECONDS):
         time.sleep(0.002)
-        piece = file.read()
-        answer, last = answer + piece, time.monotonic() if piece else last
+        if piece := file.read():
+            answer, last = answer + piece, time.monotonic()
+            deadline = last + _ANSWER_SECONDS
     return answer.decode(errors="replace")
 
 
@@ -213,4 +233,9 @@ def _main_thread(answer: str) -> list[str]:
 
 def _threads(answer: str) -> list[list[str]]:
     blocks = [block.splitlines() for block in answer.split("\n\n") if "  File " in block]
-    return [[line.strip() for line in block if line.startswith("  File ")] for block in blocks]
+    return [[line.strip() for line in block if _is_frame(line)] for block in blocks]
+
+
+def _is_frame(line: str) -> bool:
+    """Returns True for a frame of the process, and False for the handler that wrote it down."""
+    return line.startswith("  File ") and not line.startswith(f'  File "{__file__}"')
