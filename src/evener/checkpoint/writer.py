@@ -36,7 +36,7 @@ from evener.checkpoint.dcp_planner import PieceSaver, ShardPiece, quiet
 from evener.checkpoint.run_mark import MARK, UNMARKED, Identity, write_mark
 from evener.checkpoint.tensor_index import INDEX, PICKLE, IndexWriter
 from evener.components.sharded_tensor.shard_spec import ShardSpec
-from evener.components.state_dict import HeldState
+from evener.components.state_dict import OF_REPLICAS, HeldState
 from evener.core.os_errors import os_error_message
 from evener.core.text import said
 from evener.distributed.hosts import all_gather, connected, destroy
@@ -211,7 +211,8 @@ class Saver:
         whole = "\n".join(key for key, _, piece in found if piece is None)
         alike = len(set(writers.gather(zlib.crc32(whole.encode())))) == 1  # else ranks hold different tensors
         for key, value, piece in found:
-            if (piece is None and not alike) or _is_first(self._mesh, piece):
+            differs = not alike if piece is None else key.rpartition("/")[2].startswith(OF_REPLICAS)
+            if differs or _is_first(self._mesh, piece):  # what several ranks give is written once
                 yield key, ShardPiece.from_tensor(value, piece)
         yield f"random/{self._session.rank}", randomness.drawn(self._session.device)
 

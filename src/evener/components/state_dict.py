@@ -161,18 +161,7 @@ def load_state(
     check_kind(optimizer, found["optimizer"])
     _check_optimizer(own.optimizer, found["optimizer"])
 
-    def piece(name: str, value: Any, like: Any) -> Any:
-        part = own.slices.get(name)
-        if part is None or cut is None or not isinstance(value, Tensor) or not isinstance(like, Tensor):
-            return value
-        return cut(value, part) if tuple(value.shape) == part.whole_shape(like.shape) else value
-
-    tensors = named_tensors(model)
-
-    def taken(name: str, value: Any) -> Any:
-        part = piece(name, value, own.model[name])
-        return as_held(part, tensors[name]) if own.shard_spec(name, part) else part
-
+    tensors, taken = named_tensors(model), _taker(own, model, cut)
     weights = {name: taken(name, value) for name, value in found["model"].items()}
     with outside():
         set_model_state_dict(model, weights)
@@ -189,6 +178,25 @@ def load_state(
     _load_optimizer(
         optimizer, load or optimizer.load_state_dict, _names(model), list(state), entries_of, groups
     )
+
+
+def taker(model: nn.Module, optimizer: torch.optim.Optimizer, cut: Cut | None) -> Callable[[str, Any], Any]:
+    """Returns a function of a name and a saved value: a parameter, or state of it. It returns this rank's part of the
+    value, in the form of the parameter, as :func:`load_state` does."""
+    return _taker(held(model, optimizer), model, cut)
+
+
+def _taker(own: HeldState, model: nn.Module, cut: Cut | None) -> Callable[[str, Any], Any]:
+    tensors = named_tensors(model)
+
+    def taken(name: str, value: Any) -> Any:
+        part, like = own.slices.get(name), own.model[name]
+        are_tensors = isinstance(value, Tensor) and isinstance(like, Tensor)
+        if part and cut and are_tensors and tuple(value.shape) == part.whole_shape(like.shape):
+            value = cut(value, part)
+        return as_held(value, tensors[name]) if own.shard_spec(name, value) else value
+
+    return taken
 
 
 class _Made(Mapping[int, Any]):

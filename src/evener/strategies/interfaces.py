@@ -18,7 +18,7 @@ from evener.collectives.ddp.buckets import DEFAULT_BUCKET_NBYTES
 from evener.components.amp.policy import Precision
 from evener.components.compile import Compiling
 from evener.components.memory_limits.limits import MemoryLimits
-from evener.components.state_dict import HeldState
+from evener.components.state_dict import Cut, HeldState
 from evener.core.config.offload import Offload
 from evener.core.config.recompute import Recompute
 from evener.core.types import Tree
@@ -216,8 +216,12 @@ class StoredReplicas(Protocol):
     def gathered(self, whole: dict[str, Any]) -> dict[str, Any]:
         """Adds what the replicas of other ranks have to a whole state. All ranks must call this together."""
 
-    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes over the state of the replicas, and of the outer optimizer, from an optimizer's saved state."""
+    def load(self, state: Mapping[str, Mapping[str, Any]], cut: Cut | None) -> None:
+        """Takes over the state of the replicas, and of the outer optimizer, from an optimizer's saved state.
+
+        Args:
+            cut: Cuts this rank's part out of a whole saved tensor. None if ``state`` holds parts.
+        """
 
 
 class BatchSlicer:

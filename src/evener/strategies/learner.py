@@ -377,7 +377,7 @@ class Learner:
         """
         state.load_state(self.model, self.optimizer, found, cut, self.offloaded.load)
         if self.replicas is not None:
-            self.replicas.load(found["optimizer"]["state"])
+            self.replicas.load(found["optimizer"]["state"], cut)
 
     def load_state_dict(self, found: dict[str, Any]) -> None:
         """Loads a state returned by :meth:`state_dict`. The given tensors are copied.

@@ -13,6 +13,7 @@ from evener.collectives.base import AllReduce, key_of
 from evener.collectives.registry import make
 from evener.components import gradients
 from evener.components.coalesce import broadcast_together, in_buckets, sent_as_one
+from evener.components.sharded_tensor.local import local
 from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.components.trainable import check_trained_alike
 from evener.distributed.mesh import DIVIDING_TERMS
@@ -113,12 +114,12 @@ def sum_in_buckets(
             parameter.grad = zeros_of(parameter, parameter in sparse)
     with waiting():
         for bucket in in_buckets(present, nbytes, _gradient):
-            sum_together([p.grad for p in bucket if p.grad is not None], all_reduce, key_of(bucket))
+            sum_together([_gradient(p) for p in bucket], all_reduce, key_of(bucket))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
-    return parameter.grad
+    return local(parameter.grad)
 
 
 def sum_together(found: Sequence[Tensor], all_reduce: AllReduce, key: Any = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from evener.components.sharded_tensor.local import local
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.errors import DivergenceError
@@ -19,7 +21,7 @@ from evener.strategies import DiLoCo, LocalSgd
 from evener.tools.verify import verify
 from evener.training.engine import Engine
 from tests.comparing import handed_on, worst
-from tests.tiers import NIGHTLY
+from tests.tiers import ALWAYS, NIGHTLY, SLOW, crossed
 
 ROUNDING = 1e-9
 SAMPLES, IGNORED = 130, -100
@@ -170,6 +172,16 @@ def test_ranks_that_compute_a_replica_together_are_the_same_training(ranks: Any,
         assert losses == pytest.approx(elsewhere, rel=1e-7)
 
 
+@pytest.mark.parametrize(("way", "zero"), crossed(TEAMS, [2, 3, 1], lambda _: (ALWAYS, SLOW, ALWAYS)))
+def test_they_may_divide_its_state(ranks: Any, way: str, zero: int) -> None:
+    of_replicas, of_ranks = SHARES.get(way, ("1,1", "3,1,0,4"))
+    alone, losses = trained(everything, TEAMS[way] | {"balance": of_replicas})
+    divided = {"strategy": replace(TEAMS[way]["strategy"], zero=zero), "balance": of_ranks}
+    for found, elsewhere in ranks(4).run(trained, everything, TEAMS[way] | divided):
+        assert worst(alone, found) < 1e-7
+        assert losses == pytest.approx(elsewhere, rel=1e-7)
+
+
 @pytest.mark.parametrize("way", ["fragments", "shares", "teams"])
 def test_other_ranks_go_on_from_a_checkpoint(ranks: Any, way: str) -> None:
     settings, sizes = (TEAMS["fragments"], (4, 1, 2)) if way == "teams" else (WAYS[way], (2, 1, 3))
@@ -182,6 +194,41 @@ def test_other_ranks_go_on_from_a_checkpoint(ranks: Any, way: str) -> None:
     legs = [2 * sync_every, 3 * sync_every, rounds * sync_every]
     states = handed_on(ranks, everything, places, legs)
     assert all(worst(whole, _named(state, whole)) < 1e-7 for state in states)
+
+
+@pytest.mark.parametrize("stages", [(2, 0, 3), (3, 1, 0)])
+@pytest.mark.parametrize("way", ["fragments", "plain"])
+def test_divided_replicas_go_on_from_a_checkpoint(ranks: Any, way: str, stages: tuple[int, ...]) -> None:
+    usual = TEAMS[way] | {"epochs": 2}
+    whole = on(ranks, 1, everything, **TEAMS[way])
+    places = [
+        (4, usual | {"balance": "3,1,0,4", "strategy": replace(usual["strategy"], zero=zero)})
+        for zero in stages
+    ]
+    every = usual["strategy"].sync_every
+    states = handed_on(ranks, everything, [*places, (2, usual)], [every, 2 * every, 3 * every, 22])
+    assert all(worst(whole, _named(state, whole)) < 1e-7 for state in states)
+
+
+def _held_elements(settings: Mapping[str, Any]) -> tuple[int, int]:
+    """The elements of the weights that the optimizer updates here, and of the outer momentum."""
+    with Engine(everything(), RunConfig(device="cpu", dtype="float64", steps=4, **settings)) as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+        outer = engine.learner.stepper.outer
+        assert outer is not None
+        momenta = [local(entries["momentum_buffer"]) for entries in outer.state.values()]
+        weights = [local(p) for p in engine.model.parameters()]
+        return sum(each.numel() for each in weights), sum(each.numel() for each in momenta)
+
+
+def test_each_rank_holds_its_part_of_a_divided_replica(ranks: Any) -> None:
+    settings = {"strategy": DiLoCo(sync_every=4, replicas=2, zero=2), "balance": "1,1,1,1"}
+    size = sum(p.numel() for p in everything().model().parameters())
+    found = ranks(4).run(_held_elements, settings)
+    assert all(weights == momenta for weights, momenta in found)
+    assert [sum(weights for weights, _ in pair) for pair in (found[:2], found[2:])] == [size, size]
+    assert max(weights for weights, _ in found) < 0.7 * size
 
 
 def _named(state: dict[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -24,13 +24,14 @@ REFUSED: dict[str, dict[str, Any]] = {
     "optimizer_state=8bit": {"strategy": LocalSgd(), "optimizer_state": "8bit"},
     "powersgd": {"strategy": LocalSgd(), "compress": "powersgd"},
     "offload": {"strategy": LocalSgd(), "offload": "optimizer"},
+    "which may divide its state with zero=1 to 3": {"strategy": LocalSgd(), "mesh": "data=2,shard=2"},
     "cannot be laid over a mesh": {"strategy": LocalSgd(), "mesh": "data=2,tensor=2"},
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_does_not_go_together_is_refused_before_ranks_start(words: str) -> None:
-    settings = {"device": "cpu", "processes": 4 if "mesh" in words else 2, **REFUSED[words]}
+    settings = {"device": "cpu", "processes": 4 if "mesh" in REFUSED[words] else 2, **REFUSED[words]}
     with pytest.raises(ConfigurationError, match=words):
         check_division(RunConfig(**settings), settings["processes"])
 
@@ -45,6 +46,8 @@ def test_what_does_not_go_together_is_refused_before_ranks_start(words: str) -> 
         ({"fragment_update_alpha": 1.0}, "never merge"),
         ({"outer_lr": 0.0}, "outer_lr is 0.0"),
         ({"outer_momentum": 1.0}, "outer_momentum is 1.0"),
+        ({"zero": 4}, "zero is 4; there are 1, 2 and 3"),
+        ({"zero": 2, "quorum": 2}, "a quorum does not go with zero"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from evener.collectives.base import AllReduce, Work, key_of
 from evener.components.coalesce import in_buckets
 from evener.components.gradients import number_of
+from evener.components.sharded_tensor.local import as_held, local
 from evener.hardware.timers import waiting
 from evener.strategies.learner import Learner
 from evener.strategies.local_steps.replicas import ReplicaSet
@@ -64,9 +65,10 @@ class Merge:
     """Merges fragments of the model.
 
     Args:
-        everyone: All ranks.
+        everyone: All ranks that hold the same weights.
         unit: The number of terms that counts as the weight 1. Keeps numbers in the range of half precision.
         alpha: The part of a replica's own weights that stays in a merge.
+        others: The ranks that hold other parts of this rank's replica. None if this one holds all of it.
     """
 
     def __init__(
@@ -77,9 +79,10 @@ class Merge:
         everyone: MergeGroup,
         unit: float,
         alpha: float,
+        others: dist.ProcessGroup | None = None,
     ) -> None:
         self._learner, self._replicas, self._outer = learner, replicas, outer
-        self._everyone = everyone
+        self._everyone, self._others = everyone, others
         self._unit, self._alpha = unit, alpha
         self._sent: dict[int, SentFragment] = {}
         self.spreads: list[float] = []
@@ -94,13 +97,13 @@ class Merge:
     @torch.no_grad()
     def send(self, fragment: int, parameters: list[nn.Parameter], over: MergeGroup) -> None:
         """Starts to sum the differences of a fragment over the ranks of ``over``, which must call this together."""
-        trained = [p for p in parameters if p.requires_grad and p.numel()]
+        trained = [p for p in parameters if p.requires_grad and local(p).numel()]
         weights = [(replica.terms - replica.sent[fragment]) / self._unit for replica in self._replicas.all]
         for replica in self._replicas.all:
             replica.sent[fragment] = replica.terms
         device = self._learner.session.device
         squares = torch.zeros((), dtype=widest(device), device=device)
-        buckets = list(in_buckets(trained, self._learner.settings.bucket_nbytes, lambda p: p))
+        buckets = list(in_buckets(trained, self._learner.settings.bucket_nbytes, local))
         flats = [self._weighted(bucket, weights, squares) for bucket in buckets]
         numbers = torch.stack([torch.tensor(sum(weights), dtype=widest(device), device=device), squares])
         work: list[Work | dist.Work] = []
@@ -117,7 +120,8 @@ class Merge:
     def _weighted(self, bucket: list[nn.Parameter], weights: list[float], squares: Tensor) -> Tensor:
         """Returns the weighted sum of this rank's differences in one flat tensor, and adds their squares."""
         wide = torch.promote_types(bucket[0].dtype, torch.float32)
-        flat = torch.zeros(sum(p.numel() for p in bucket), dtype=wide, device=bucket[0].device)
+        size = sum(local(p).numel() for p in bucket)
+        flat = torch.zeros(size, dtype=wide, device=bucket[0].device)
         for replica, weight in zip(self._replicas.all, weights, strict=True):
             start = 0
             for parameter in bucket if weight else ():
@@ -144,35 +148,49 @@ class Merge:
                 work.wait()
         weight, squares = sent.numbers.tolist()
         parameters = [parameter for bucket in sent.buckets for parameter in bucket]
-        is_finite = all(math.isfinite(number_of(flat)) for flat in sent.flats)
-        if not is_finite or not weight:
+        unsound = [flat for flat in sent.flats if not math.isfinite(number_of(flat))]
+        for flat in sent.flats:
+            flat.div_(weight or 1.0)
+        length = sum(float(flat.square().sum()) for flat in sent.flats)
+        length, squares, bad = self._of_replica([length, squares, float(len(unsound))])
+        if bad or not weight:
             self._give(parameters, 0.0)
-            return is_finite
-        length = 0.0
+            return not bad
         for bucket, flat in zip(sent.buckets, sent.flats, strict=True):
-            flat.div_(weight)
-            length += float(flat.square().sum())
             self._to_gradients(bucket, flat)
         self.spreads.append(math.sqrt(max(0.0, squares / weight - length) / length) if length else 0.0)
         self._step(parameters)
         return True
 
+    def _of_replica(self, numbers: list[float]) -> list[float]:
+        """Returns the sums of numbers over the ranks that hold parts of this rank's replica."""
+        if self._others is None:
+            return numbers
+        device = self._learner.session.device
+        summed = torch.tensor(numbers, dtype=widest(device), device=device)
+        with waiting():
+            dist.all_reduce(summed, group=self._others)
+        return list(summed.tolist())
+
     def _to_gradients(self, bucket: list[nn.Parameter], flat: Tensor) -> None:
-        for parameter, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
-            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+        held = [local(p) for p in bucket]
+        for parameter, own, part in zip(
+            bucket, held, torch.split(flat, [own.numel() for own in held]), strict=True
+        ):
+            parameter.grad = as_held(part.view_as(own).to(own.dtype), parameter)
 
     def _step(self, parameters: list[nn.Parameter]) -> None:
         """Steps the outer optimizer from the merged weights, and gives the result to the replicas of this rank."""
         merged, alpha = self._replicas.merged, self._alpha
-        own = [parameter.detach().clone() for parameter in parameters] if alpha else []
+        own = [local(parameter).detach().clone() for parameter in parameters] if alpha else []
         for parameter in parameters:
-            parameter.copy_(merged[parameter])
+            local(parameter).copy_(merged[parameter])
         self._outer.step()
         for parameter in parameters:
             parameter.grad = None
-            merged[parameter].copy_(parameter)
+            merged[parameter].copy_(local(parameter))
         for parameter, value in zip(parameters, own, strict=False):
-            parameter.copy_(value)
+            local(parameter).copy_(value)
         self._give(parameters, alpha)
 
     def _give(self, parameters: list[nn.Parameter], alpha: float) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evener.components.state_dict import OF_REPLICAS, HeldState, optimizer_state_from
+from evener.components.sharded_tensor.local import local
+from evener.components.state_dict import OF_REPLICAS, Cut, HeldState, optimizer_state_from, taker
 from evener.data.rounds import Rounds
 from evener.errors import ConfigurationError
 from evener.strategies.interfaces import StoredReplicas
@@ -49,9 +50,10 @@ class LocalReplica:
 
 
 class ReplicaSet(StoredReplicas):
-    """The replicas of this rank.
+    """The replicas of this rank. If the ranks of a replica divide its state, these are this rank's parts of it.
 
     Args:
+        weighs: True if this rank's differences count in a merge. Of ranks that hold the same, one counts.
         keeps_own: True if a replica keeps weights of its own beyond a merge: if fragments merge in turn, or are mixed.
         outer: The optimizer that applies merged differences to the model.
         fragments: The parameters of each fragment.
@@ -61,6 +63,7 @@ class ReplicaSet(StoredReplicas):
     def __init__(
         self,
         learner: Learner,
+        weighs: bool,
         rounds: Rounds,
         keeps_own: bool,
         outer: torch.optim.Optimizer,
@@ -69,7 +72,7 @@ class ReplicaSet(StoredReplicas):
     ) -> None:
         self.words = words
         self._learner, self._keeps_own, self._outer = learner, keeps_own, outer
-        self._leads = rounds.leads
+        self._leads, self._weighs = rounds.leads, weighs
         self._fragments = fragments
         self.parameters = [p for fragment in fragments for p in fragment]
         self.merged: dict[nn.Parameter, Tensor] = {}
@@ -115,11 +118,11 @@ class ReplicaSet(StoredReplicas):
     def keep_as_merged(self) -> None:
         """Keeps the weights that the model has now as the merged ones."""
         for parameter in self.parameters:
-            kept = self.merged.get(parameter)
+            kept, own = self.merged.get(parameter), local(parameter.detach())
             if kept is None:
-                self.merged[parameter] = parameter.detach().clone()
+                self.merged[parameter] = own.clone()
             else:
-                kept.copy_(parameter)
+                kept.copy_(own)
 
     @torch.no_grad()
     def enter(self, index: int) -> LocalReplica:
@@ -178,21 +181,21 @@ class ReplicaSet(StoredReplicas):
     def weights_of(self, replica: LocalReplica, parameter: nn.Parameter) -> Tensor:
         """Returns the weights of a replica now."""
         if replica is self.current:
-            return parameter.detach()
+            return local(parameter.detach())
         if replica.weights is None:
             return self.merged[parameter]
         return replica.weights[self._positions[parameter]]
 
     def _stored(self, room: list[Tensor] | None) -> list[Tensor]:
         if room is None:
-            return [parameter.detach().clone() for parameter in self.parameters]
+            return [local(parameter.detach()).clone() for parameter in self.parameters]
         for kept, parameter in zip(room, self.parameters, strict=True):
-            kept.copy_(parameter)
+            kept.copy_(local(parameter.detach()))
         return room
 
     def _write(self, weights: list[Tensor]) -> None:
         for parameter, value in zip(self.parameters, weights, strict=True):
-            parameter.copy_(value)
+            local(parameter).copy_(value)
 
     def _options(self) -> list[dict[str, Any]]:
         groups = self._learner.optimizer.param_groups
@@ -234,7 +237,8 @@ class ReplicaSet(StoredReplicas):
                         of_name[f"replica.{replica.index}.weights"] = own_weights
         for parameter, entries in self._outer.state.items() if not self.all[0].index else ():
             of_name = state.setdefault(names[parameter], {})
-            of_name |= {f"outer.{key}": value for key, value in entries.items() if isinstance(value, Tensor)}
+            tensors = {key: local(value) for key, value in entries.items() if isinstance(value, Tensor)}
+            of_name |= {f"outer.{key}": value for key, value in tensors.items()}
         return replace(held, optimizer={**held.optimizer, "state": state})
 
     def gathered(self, whole: dict[str, Any]) -> dict[str, Any]:
@@ -245,10 +249,15 @@ class ReplicaSet(StoredReplicas):
         return {**whole, "optimizer": {**whole["optimizer"], "state": state}}
 
     @torch.no_grad()
-    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def load(self, state: Mapping[str, Mapping[str, Any]], cut: Cut | None) -> None:
         """Takes over the state of the replicas. If ``n`` replicas were saved, and another number is here, replica ``i``
         begins with the state of replica ``i % n``."""
         learner = self._learner
+        taken = taker(learner.model, learner.optimizer, cut)
+        state = {
+            name: {key: taken(name, value) for key, value in entries.items()}
+            for name, entries in state.items()
+        }
         numbers = {
             int(key.split(".")[1]) for entries in state.values() for key in entries if _is_of_replica(key)
         }
@@ -284,8 +293,8 @@ class ReplicaSet(StoredReplicas):
         weights = [entry(parameter, "weights") for parameter in self.parameters]
         if all(value is not None for value in weights):
             pairs = zip(weights, self.parameters, strict=True)
-            replica.weights = [value.to(p.device, p.dtype, copy=True) for value, p in pairs]
-        terms = [entry(fragment[0], "terms") if self._leads else None for fragment in self._fragments]
+            replica.weights = [local(value).to(p.device, p.dtype, copy=True) for value, p in pairs]
+        terms = [entry(fragment[0], "terms") if self._weighs else None for fragment in self._fragments]
         replica.sent = [0.0 if value is None else -float(value) for value in terms]
 
 
@@ -305,7 +314,7 @@ def _as_tensor(value: Any, prefix: str) -> Any:
     """Returns a number of another replica than 0 as a tensor, which each rank can write for itself."""
     if prefix and isinstance(value, int | float):
         return torch.tensor(float(value), dtype=torch.float64)
-    return value
+    return local(value) if isinstance(value, Tensor) else value
 
 
 def _is_of_replica(key: str) -> bool:

@@ -5,7 +5,8 @@
     begin    every replica starts from the merged weights
     warm-up  all replicas take a batch together: gradients are summed over them, as by data parallelism
     segment  local steps of one replica after the other ─ send the fragments whose time has come ─ merge others
-             (or, if several ranks compute a replica, steps of data parallelism over these ranks)
+             (or, if several ranks compute a replica, steps of data parallelism over these ranks, which may divide
+             the replica's state as strategy ``sharded`` does, and then merge what each of them holds)
     end      buffers merge; the model holds the merged weights
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import islice
 
@@ -35,8 +36,8 @@ from evener.strategies.local_steps.merge import Merge, MergeGroup, widest
 from evener.strategies.local_steps.quorum import QuorumMerges, QuorumRules
 from evener.strategies.local_steps.replicas import ReplicaSet
 from evener.strategies.reducer import all_reduce_of, sum_in_buckets
-from evener.strategies.single import NoSync
 from evener.strategies.steppers.plain import Plain
+from evener.strategies.synchronizer import Synchronizer, SynchronizerAround
 
 
 class LocalSteps(Plain):
@@ -48,6 +49,7 @@ class LocalSteps(Plain):
         alpha: The part of a replica's own weights that stays in a merge.
         words: A description of the merge.
         quorum: Which replicas a merge needs. None if it needs all.
+        divides: True if the ranks of a replica divide its state.
     """
 
     updates = True
@@ -61,29 +63,38 @@ class LocalSteps(Plain):
         alpha: float,
         words: str,
         quorum: QuorumRules | None,
+        divides: bool = False,
     ) -> None:
         super().__init__(learner)
         self._rounds, self._fragments = rounds, fragments
         self._group: dist.ProcessGroup | None = learner.mesh.group("data", "shard")
-        all_reduce = None if self._group is None else all_reduce_of(learner, self._group)
+        team = learner.mesh.group("shard")
+        alike = learner.mesh.group("data") if divides else self._group  # the ranks that hold the same weights
+        all_reduce = None if alike is None else all_reduce_of(learner, alike)
         keeps_own = len(fragments) > 1 or alpha > 0
-        self.replicas = ReplicaSet(learner, rounds, keeps_own, outer, fragments, words)
+        self._weighs = divides or rounds.leads
+        self.replicas = ReplicaSet(learner, self._weighs, rounds, keeps_own, outer, fragments, words)
         unit = float(rounds.size)
-        self._everyone = MergeGroup(self._group, all_reduce)
-        self.merge = Merge(learner, self.replicas, outer, self._everyone, unit, alpha)
+        self._everyone = MergeGroup(alike, all_reduce)
+        self.merge = Merge(
+            learner, self.replicas, outer, self._everyone, unit, alpha, team if divides else None
+        )
         self._quorum = (
             None
             if quorum is None or self._group is None
             else QuorumMerges(learner, rounds, quorum, self._everyone, self.replicas, outer)
         )
-        team = learner.mesh.group("shard")
         self._buffers = BufferMerge(learner, self.replicas, self._group, team, rounds)
-        self._in_team = None if team is None else SumOverRanks(learner, team)
-        self._over_all = SumOverRanks(learner, self._group)
+        self._in_team = (
+            None if team is None else SumOverRanks(learner, team, summed_by=None if divides else team)
+        )
+        self._over_all = SumOverRanks(learner, self._group, summed_by=alike)
+        self._missing: set[str] = set()
         self._loss: Loss = learner.task.exact_loss()
         self.outer = outer
         self._input_seconds = 0.0
         self._soundness: list[Readout] = []
+        self._terms = 0.0
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
         learner, replicas = self._learner, self.replicas
@@ -93,7 +104,7 @@ class LocalSteps(Plain):
             )
         plan, passes = self._rounds.plan(batch.shares, batch.done), iter(batch.passes)
         self._input_seconds, self._soundness, self.merge.spreads = 0.0, [], []
-        totals, before = list[Readout](), [replica.terms for replica in replicas.all]
+        totals, self._terms = list[Readout](), 0.0
         with learner.work_timer.step(step):
             self._buffers.begin()
             replicas.begin(self.scheduler)
@@ -117,12 +128,14 @@ class LocalSteps(Plain):
                 for fragment in segment.merged:
                     if not self.merge.finish(fragment):
                         self._soundness.append(ReadyValue(math.nan))
+                if segment.merged:
+                    learner.synchronizer.updated(step)
             for replica in replicas.all:  # one without samples keeps to the schedule, too
                 replicas.stepped(replica, plan.batches)
             learner.work_timer.work_done()
             self._buffers.merge(batch.shares)
             replicas.end()
-            terms = self._over_all.numbers([sum(each.terms for each in replicas.all) - sum(before)])[0]
+            terms = self._over_all.numbers([self._terms])[0]
         return StepOutcome(
             totals=tuple(totals),
             missing=(),
@@ -151,15 +164,17 @@ class LocalSteps(Plain):
         self._soundness += self._learner.synchronizer.soundness()
         self.replicas.take_step(partial(self._learner.apply_gradients, step))
         replica.terms += terms
+        self._terms += terms
         replica.samples += sum(map(len, local.passes))
         self.replicas.stepped(replica, local.batches)
         return totals
 
     def _backward(self, micro_batches: Sequence[MicroBatch], terms: float, step: int) -> list[Readout]:
+        self._missing = set()
         if not micro_batches:
             return []
         totals = self._passes(micro_batches, lambda: self._loss.divisor(terms) or 1.0, step)
-        self._learner.synchronizer.complete()
+        self._missing = set(self._learner.synchronizer.complete())
         return totals
 
     def _next(self, passes: Iterator[Batch], number: int) -> tuple[list[MicroBatch], float]:
@@ -192,18 +207,20 @@ class LocalSteps(Plain):
         for each, micro_batches, own in read_ahead:
             replica = self.replicas.enter(each.replica)
             totals += self._backward(micro_batches, terms, step)
-            if over is self._in_team:  # what a replica weighs in a merge counts once for its team
-                own = terms if self._rounds.leads else 0.0
+            self._terms += own
+            if over is self._in_team:  # where all ranks of a team merge the same weights, one of them weighs
+                own = terms if self._weighs else 0.0
             replica.terms += own
             replica.samples += sum(map(len, each.passes))
         self._soundness += learner.synchronizer.soundness()
         learner.work_timer.work_done()
-        found = [(p, p.grad) for p in over.gradients()]
+        found = [(p, p.grad) for p in over.gradients(self._missing)]
         for each, _, _ in read_ahead:
             replica = self.replicas.enter(each.replica)
             for parameter, gradient in found:
                 parameter.grad = None if gradient is None else gradient.clone()
             learner.apply_gradients(step)
+            learner.synchronizer.updated(step)
             self.replicas.stepped(replica, each.batches)
         return totals
 
@@ -229,15 +246,19 @@ class SumOverRanks:
 
     Args:
         group: The ranks. None if this one is alone. All ranks of it must call the methods together.
+        summed_by: Those of them over which gradients are summed here. None if backward has done that.
     """
 
-    def __init__(self, learner: Learner, group: dist.ProcessGroup | None) -> None:
-        self._learner, self._group = learner, group
+    def __init__(
+        self, learner: Learner, group: dist.ProcessGroup | None, summed_by: dist.ProcessGroup | None
+    ) -> None:
+        self._learner, self._group, self._summed_by = learner, group, summed_by
         self._sparse = gradients.sparse_weights(learner.model)
 
     @cached_property
     def _all_reduce(self) -> AllReduce | None:
-        return None if self._group is None else all_reduce_of(self._learner, self._group, compresses=False)
+        group = self._summed_by
+        return None if group is None else all_reduce_of(self._learner, group, compresses=False)
 
     def numbers(self, own: list[float]) -> list[float]:
         """Returns the sums of numbers over the ranks."""
@@ -249,10 +270,17 @@ class SumOverRanks:
             dist.all_reduce(summed, group=self._group)
         return list(summed.tolist())
 
-    def gradients(self) -> list[torch.nn.Parameter]:
-        """Sums the gradients. Returns the parameters that have one on any rank."""
-        trained = [p for p in self._learner.names if p.requires_grad]
-        used = self.numbers([float(p.grad is not None) for p in trained])
+    def gradients(self, missing: Collection[str]) -> list[torch.nn.Parameter]:
+        """Sums the gradients. Returns the parameters that have one on any rank.
+
+        Args:
+            missing: Names of parameters to which this rank's samples gave none.
+        """
+        names = self._learner.names
+        trained = [p for p in names if p.requires_grad]
+        used = self.numbers([float(p.grad is not None and names[p] not in missing) for p in trained])
+        for parameter, times in zip(trained, used, strict=True):
+            parameter.grad = parameter.grad if times else None
         summed = [p for p, times in zip(trained, used, strict=True) if times]
         if self._all_reduce is not None:
             sum_in_buckets(summed, self._sparse, self._learner.settings.bucket_nbytes, self._all_reduce)
@@ -260,18 +288,27 @@ class SumOverRanks:
 
     def close(self) -> None:
         """Frees the resources of the all-reduce."""
-        if self._all_reduce is not None:
-            self._all_reduce.close()
+        made: AllReduce | None = self.__dict__.get(
+            "_all_reduce"
+        )  # to make it now would be a message to all ranks
+        if made is not None:
+            made.close()
 
 
-class LocalSynchronizer(NoSync):
-    """Sums no gradients: each replica steps with its own. The replicas merge in `LocalSteps`."""
+class LocalSynchronizer(SynchronizerAround):
+    """Sums gradients over the ranks of a replica if these divide its state, as ``inner`` does, and else none: each
+    replica steps with its own. The replicas merge in `LocalSteps`."""
 
     follows = False
 
-    def __init__(self, learner: Learner) -> None:
-        super().__init__(learner)
+    def __init__(self, learner: Learner, inner: Synchronizer) -> None:
+        super().__init__(inner)
+        self._learner = learner
         self.stepper: LocalSteps | None = None
+
+    @property
+    def exchanges_in_passes(self) -> bool:  # type: ignore[override]
+        return self._inner.exchanges_in_passes
 
     @property
     def words(self) -> str:  # type: ignore[override]
@@ -286,3 +323,4 @@ class LocalSynchronizer(NoSync):
     def close(self) -> None:
         if self.stepper is not None:
             self.stepper.close()
+        super().close()

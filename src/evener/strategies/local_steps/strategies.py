@@ -18,6 +18,8 @@ from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.local_steps.quorum import QuorumRules
 from evener.strategies.local_steps.stepper import LocalSteps, LocalSynchronizer
+from evener.strategies.sharded.sharded import Sharded
+from evener.strategies.single import NoSync
 from evener.strategies.sync_batch_norm import normalize_together
 from evener.strategies.synchronizer import Synchronizer
 
@@ -48,10 +50,14 @@ class LocalSgd(Strategy):
     """The seconds for which the replicas of a quorum wait for the others."""
     meet_every: int = 10
     """With a quorum, the number of merges after which one waits for all. The engine takes them in one step."""
+    zero: int = 0
+    """How several ranks of a replica divide its training state, as strategy ``sharded`` does: a stage of ZeRO from 1 to
+    3. 0 means that each holds all of it."""
 
     serves_one_rank: ClassVar[bool] = True
     apart: ClassVar[Mapping[str, str]] = {
-        "shard": "ranks that compute a replica together need no mesh, only replicas=N with fewer replicas than ranks"
+        "shard": "ranks that compute a replica together need no mesh, only replicas=N with fewer replicas than ranks, "
+        "which may divide its state with zero=1 to 3"
     }
 
     def __post_init__(self) -> None:
@@ -72,6 +78,12 @@ class LocalSgd(Strategy):
             raise ConfigurationError(
                 f"fragment_update_alpha is {self.fragment_update_alpha}; it must be at least 0 and below 1, with which "
                 "replicas would never merge"
+            )
+        if self.zero not in (0, 1, 2, 3):
+            raise ConfigurationError(f"zero is {self.zero!r}; there are 1, 2 and 3, and 0 for whole replicas")
+        if self.zero and self.quorum:
+            raise ConfigurationError(
+                "a quorum does not go with zero: a replica that comes late gets the whole weights from another"
             )
         if self.num_fragments > self.sync_every:
             raise ConfigurationError(
@@ -97,7 +109,12 @@ class LocalSgd(Strategy):
 
     def outer_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Returns the optimizer that takes a step with the merged difference."""
-        return torch.optim.SGD(model.parameters(), lr=1.0)
+        return torch.optim.SGD(model.parameters(), lr=1.0, foreach=self._foreach)
+
+    @property
+    def _foreach(self) -> bool | None:
+        """False if the weights of FSDP2 stand beside whole scalars, which cannot be updated in one call."""
+        return False if self.zero == 3 else None
 
     def batch_parts(self, world_size: int) -> int:
         return self.replicas or world_size
@@ -133,8 +150,17 @@ class LocalSgd(Strategy):
             )
         return Layout({"data": replicas, "shard": world_size // replicas})
 
+    @property
+    def divides_model(self) -> bool:  # type: ignore[override]
+        return self.zero > 0
+
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
-        return normalize_together(model, mesh, ("shard",))
+        model = normalize_together(model, mesh, ("shard",))
+        return Sharded(self.zero).parallelize(model, mesh, settings) if self._divides(mesh) else model
+
+    def _divides(self, mesh: Mesh) -> bool:
+        """Returns True if several ranks divide the state of a replica."""
+        return self.zero > 0 and mesh.degree("shard") > 1
 
     def _check(self, settings: StrategySettings) -> None:
         """Raises ConfigurationError for settings that do not go with steps of each replica."""
@@ -172,6 +198,8 @@ class LocalSgd(Strategy):
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigurationError(f"strategy {self.label!r} does not go with LBFGS, which needs closures")
+        if self.zero:
+            Sharded(self.zero).check_optimizer(optimizer)
 
     def prepared(self, model: nn.Module, learner: Learner) -> Strategy:
         world_size, rank = learner.session.world_size, learner.session.rank
@@ -202,6 +230,9 @@ class LocalSgd(Strategy):
     def _words(self, rounds: Rounds) -> str:
         count = f"{rounds.replicas} replicas merge" if rounds.replicas > 1 else "1 replica merges"
         team = f", each computed by {rounds.team} ranks together" if rounds.team > 1 else ""
+        if self.zero:
+            one = f"; zero={self.zero} divides nothing, as no replica has several ranks"
+            team += f", which divide its state (zero={self.zero})" if rounds.team > 1 else one
         turns = f", {self.num_fragments} fragments in turn" if self.num_fragments > 1 else ""
         if self.quorum:
             turns = f", those that are there if they are {self.quorum}, {self.grace:g} s after that"
@@ -211,7 +242,10 @@ class LocalSgd(Strategy):
         )
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
-        return LocalSynchronizer(learner)
+        divides = self._divides(learner.mesh)
+        return LocalSynchronizer(
+            learner, Sharded(self.zero).synchronizer_apart(learner) if divides else NoSync(learner)
+        )
 
     def stepper(self, learner: Learner) -> Stepper:
         assert isinstance(learner.rounds, Rounds)
@@ -219,7 +253,8 @@ class LocalSgd(Strategy):
         outer, alpha = self.outer_optimizer(learner.model), self.fragment_update_alpha
         rounds = learner.rounds
         rules = QuorumRules(rounds.replicas, self.quorum, self.grace) if self.quorum else None
-        stepper = LocalSteps(learner, rounds, outer, fragments, alpha, self._words(rounds), rules)
+        divides = self._divides(learner.mesh)
+        stepper = LocalSteps(learner, rounds, outer, fragments, alpha, self._words(rounds), rules, divides)
         learner.replicas = stepper.replicas
         assert isinstance(learner.synchronizer, LocalSynchronizer)
         learner.synchronizer.stepper = stepper
@@ -253,4 +288,10 @@ class DiLoCo(LocalSgd):
 
     def outer_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         momentum = self.outer_momentum
-        return torch.optim.SGD(model.parameters(), lr=self.outer_lr, momentum=momentum, nesterov=momentum > 0)
+        return torch.optim.SGD(
+            model.parameters(),
+            lr=self.outer_lr,
+            momentum=momentum,
+            nesterov=momentum > 0,
+            foreach=self._foreach,
+        )

@@ -202,16 +202,20 @@ def _whole(places: Sequence[Place]) -> Iterator[tuple[str, Tensor]]:
 
 
 class FsdpSum(PostBackwardSum):
-    """Records what FSDP2 gathers and sums, and sums the gradients of whole parameters after backward."""
+    """Records what FSDP2 gathers and sums, and sums the gradients of whole parameters after backward.
+
+    Args:
+        apart: True to sum over the axis of the shards only, and not over other axes of the mesh.
+    """
 
     words, exchanges_in_passes, follows = "reduce-scatter of FSDP2", True, False
 
-    def __init__(self, learner: Learner) -> None:
-        mesh = learner.mesh
-        together = mesh.group(*DIVIDING_TERMS)
+    def __init__(self, learner: Learner, apart: bool = False) -> None:
+        mesh, axes = learner.mesh, (AXIS,) if apart else DIVIDING_TERMS
+        together = mesh.group(*axes)
         assert together is not None
         super().__init__(learner, together)
-        self._others = mesh.group(*(axis for axis in DIVIDING_TERMS if axis != AXIS), use="sharding")
+        self._others = mesh.group(*(axis for axis in axes if axis != AXIS), use="sharding")
         self._units = {n: m for n, m in learner.model.named_modules() if isinstance(m, FSDPModule)}
         self._turns = Turns([name or "the model" for name in self._units], together)
         self._used: set[str] = set()

@@ -9,13 +9,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from evener.collectives.base import key_of
 from evener.collectives.reduce_scatter import Pending, RangeOwners
 from evener.collectives.registry import make_owners
-from evener.distributed.mesh import DIVIDING_TERMS
 from evener.hardware.memory import made_as
 from evener.hardware.memory.counters import BUCKETS
 from evener.strategies.learner import Learner
@@ -23,14 +23,14 @@ from evener.strategies.reducer import all_reduce_of
 from evener.strategies.sharded.buckets import Bucket
 from evener.strategies.sharded.owned_weight import AXIS
 
-_OTHERS = tuple(axis for axis in DIVIDING_TERMS if axis != AXIS)
-
 
 class ReduceMode(ABC):
-    """Sums buckets over all ranks that divide the terms of a batch.
+    """Sums buckets.
 
     Args:
         learner: Gives the mesh and the settings.
+        axes: The axes over whose ranks buckets are summed, among them that of the owners. Nothing is compressed if they
+            are alone.
     """
 
     each_micro_batch: bool
@@ -38,7 +38,7 @@ class ReduceMode(ABC):
     owners: RangeOwners
     """Communication between the ranks that own rows of the same weights."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: Learner, axes: Sequence[str]) -> None:
         self._learner = learner
         group = learner.mesh.new_group(AXIS)
         assert group is not None
@@ -78,11 +78,11 @@ class AllReduceMode(ReduceMode):
 
     each_micro_batch = False
 
-    def __init__(self, learner: Learner) -> None:
-        super().__init__(learner)
-        group = learner.mesh.group(*DIVIDING_TERMS)
+    def __init__(self, learner: Learner, axes: Sequence[str]) -> None:
+        super().__init__(learner, axes)
+        group = learner.mesh.group(*axes)
         assert group is not None
-        self._sum = all_reduce_of(learner, group)
+        self._sum = all_reduce_of(learner, group, compresses=len(axes) > 1)
 
     @property
     def words(self) -> str:
@@ -110,9 +110,9 @@ class ReduceScatterMode(ReduceMode):
 
     each_micro_batch = True
 
-    def __init__(self, learner: Learner) -> None:
-        super().__init__(learner)
-        group = learner.mesh.group(*_OTHERS)
+    def __init__(self, learner: Learner, axes: Sequence[str]) -> None:
+        super().__init__(learner, axes)
+        group = learner.mesh.group(*(axis for axis in axes if axis != AXIS))
         self._sum = all_reduce_of(learner, group) if group is not None else None
 
     @property

@@ -25,8 +25,9 @@ from evener.errors import ConfigurationError
 from evener.strategies.base import Strategy
 from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
-from evener.strategies.sharded.fsdp import Fsdp
+from evener.strategies.sharded.fsdp import Fsdp, FsdpSum
 from evener.strategies.sharded.zero import Zero
+from evener.strategies.sharded.zero_reduce import ZeroSum
 from evener.strategies.synchronizer import Synchronizer
 
 _NO_STAGES = (
@@ -105,6 +106,10 @@ class Sharded(Strategy):
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
         return self._depth.synchronizer(learner)
+
+    def synchronizer_apart(self, learner: Learner) -> Synchronizer:
+        """Returns a synchronizer that sums over the ranks of the axis only, and not over other axes of the mesh."""
+        return FsdpSum(learner, apart=True) if self.zero == 3 else ZeroSum(learner, self.zero, apart=True)
 
     def stepper(self, learner: Learner) -> Stepper:
         return self._depth.stepper(learner)

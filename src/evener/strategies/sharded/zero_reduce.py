@@ -37,19 +37,24 @@ from evener.strategies.sharded.write_check import refuse_writes
 
 
 class ZeroSum(Reducer):
-    """Sums gradients to the owners of rows, as ``stage`` 1 or 2 does, and gathers updated rows from them."""
+    """Sums gradients to the owners of rows, as ``stage`` 1 or 2 does, and gathers updated rows from them.
+
+    Args:
+        apart: True to sum over the owners only, and not over other axes of the mesh, and to compress nothing.
+    """
 
     unknown_remedy = (
         "task's model between steps, in which each rank has its own rows: build the optimizer outside of the model's "
         "forward, from engine.model.parameters()"
     )
 
-    def __init__(self, learner: Learner, stage: int, in_common: bool = False) -> None:
-        everyone = learner.mesh.group(*DIVIDING_TERMS)
+    def __init__(self, learner: Learner, stage: int, in_common: bool = False, apart: bool = False) -> None:
+        axes = (AXIS,) if apart else DIVIDING_TERMS
+        everyone = learner.mesh.group(*axes)
         assert everyone is not None
         super().__init__(learner, everyone)
         self._weights = {weight.piece: weight for weight in _weights(learner)}
-        self._way: ReduceMode = (AllReduceMode if stage == 1 else ReduceScatterMode)(learner)
+        self._way: ReduceMode = (AllReduceMode if stage == 1 else ReduceScatterMode)(learner, axes)
         self._sparse_sum = make("native", everyone, learner.session.timeout_seconds)
         self._round = self._round_of(self._all)
         self._way.prepare(max((bucket.nbytes for bucket in self._round.buckets), default=0))
