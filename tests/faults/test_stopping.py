@@ -53,6 +53,16 @@ def test_it_saves_where_it_stands(fault: Fault, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_local_steps_end_with_the_round_in_which_the_signal_came(tmp_path: Path) -> None:
+    options = ("--strategy", "diloco", "--strategy-option", "sync_every=10", "--epochs", "2")
+    words = ("interrupted by SIGTERM at step 1, saved", SAVED)
+    suffer(
+        Fault("TERM", "tests.faults.tasks_asynchronous:slow", 143, words, 15, options, ((0.3, TERM),)),
+        tmp_path,
+    )
+
+
+@pytest.mark.slow
 def test_the_launcher_passes_on_the_second_signal(tmp_path: Path) -> None:
     """To a rank that does not end, here because it holds the interpreter."""
     fault = Fault(

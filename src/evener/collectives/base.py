@@ -199,6 +199,8 @@ class AllReduce(ABC):
         self.rank = dist.get_rank(resolved)
         self.world_size = dist.get_world_size(resolved)
         self.roll_call = RollCall(resolved)
+        self.given_nbytes = 0
+        """Bytes of all dense tensors that it was given so far."""
         self.note = ""
         """A remark for the user, such as why it was made in place of another one; may be empty."""
 
@@ -211,6 +213,12 @@ class AllReduce(ABC):
     def remembers(self) -> bool:
         """True if calls need a key, because each adds what the call before left out of the tensor (error feedback)."""
         return False
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of all dense tensors that this rank has put into sums so far, after compression. How often an
+        algorithm sends them on does not count."""
+        return self.given_nbytes
 
     @property
     def exact(self) -> bool:
@@ -236,6 +244,7 @@ class AllReduce(ABC):
             return self._start_sparse(tensor)
         if tensor.requires_grad:
             tensor = tensor.detach()
+        self.given_nbytes += tensor.nbytes
         if is_half(tensor) and not self.adds_halves_in_float32:
             wide = tensor.float().contiguous()
             return ChainedWork(self.start_for(wide, key), lambda: tensor.copy_(wide), (tensor, wide))

@@ -46,6 +46,10 @@ class Compressed(AllReduce):
         return False
 
     @property
+    def sent_nbytes(self) -> int:
+        return self.inner.sent_nbytes
+
+    @property
     def words(self) -> str:
         return f"{self.inner.words}, compressed: {self.name}"
 
@@ -208,11 +212,15 @@ class Fp8(WithFeedback):
 
     def __init__(self, inner: AllReduce) -> None:
         super().__init__(inner)
-        self._of_sums = Feedback()
+        self._of_sums, self._own_nbytes = Feedback(), 0
         self._worker = Worker("evener compression fp8")
         made = subgroup(self.group, range(self.world_size), self.timeout_seconds)
         assert made is not None  # all ranks are members
         self._exchanging: dist.ProcessGroup | None = made
+
+    @property
+    def sent_nbytes(self) -> int:
+        return super().sent_nbytes + self._own_nbytes
 
     def compress(self, flat: Tensor, key: Key) -> Work:
         if not flat.is_cuda:
@@ -246,6 +254,7 @@ class Fp8(WithFeedback):
     def _send_slices(self, received: Tensor, sent: Tensor) -> None:
         """Sends a slice to each rank (all-to-all) if ``sent`` is as large as ``received``, else one slice to all ranks
         (all-gather)."""
+        self._own_nbytes += sent.nbytes
         try:
             if sent.shape == received.shape:
                 dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._exchanging)

@@ -112,6 +112,9 @@ class StepRecord:
     multiple of how far the mean has gone since the last merge. 0 means that all replicas have gone the same way."""
     merge_ranks: tuple[tuple[int, ...], ...] = ()
     """The ranks in each merge of a round of local steps with a quorum, but for the last merge, in which all are."""
+    merge_bytes: int = 0
+    """Bytes of differences that rank 0 has put into the merges of a round of local steps, after compression; or bytes
+    of its messages with other ranks as a server of asynchronous training, in both directions."""
     merges: tuple[tuple[tuple[int, int, int, int], ...], ...] = ()
     """The merges of a section of asynchronous training in their order, each with the ranges that it holds in the order
     in which they were added: the rank, the number of merges of the section before the weights that it had, and the
@@ -200,6 +203,8 @@ class RunSummary:
     updates_of_server: str = ""
     """Description of the updates of asynchronous training: their number, and the age of their gradients in versions and
     in samples; else empty."""
+    merge_bytes: int = 0
+    """Bytes that rank 0 has sent for merges, in all steps of this run; see `StepRecord`."""
     late_for_merges: str = ""
     """Description of the merges with a quorum that did not wait for all ranks; empty if there were none."""
     precision: str = ""

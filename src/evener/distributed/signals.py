@@ -68,14 +68,14 @@ class Deferral:
         return now - self.time < _SAME_SECONDS
 
 
-def stop_signals() -> list[signal.Signals]:
-    """Returns the signals that ask a run to stop: SIGINT and SIGQUIT (Ctrl-C and Ctrl-\\), SIGTERM, SIGUSR1 (SLURM) and
-    SIGHUP (a closing terminal).
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+"""The signals that ask a run to stop: SIGINT and SIGQUIT (Ctrl-C and Ctrl-\\), SIGTERM, SIGUSR1 (SLURM) and SIGHUP (a
+closing terminal)."""
 
-    Leaves out signals that are ignored, as SIGHUP is under nohup.
-    """
-    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
-    return [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
+
+def stop_signals() -> list[signal.Signals]:
+    """Returns the signals of `ASKING` without those that are ignored, as SIGHUP is under nohup."""
+    return [number for number in ASKING if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def asked() -> InterruptedRunError | None:

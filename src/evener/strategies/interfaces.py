@@ -118,6 +118,7 @@ class StepOutcome:
 
     merge_spread: tuple[float, ...] = ()
     merge_ranks: tuple[tuple[int, ...], ...] = ()
+    merge_bytes: int = 0
     """See :class:`~evener.core.records.StepRecord`."""
     input_seconds: float = 0.0
     """Seconds in which the stepper waited for samples."""

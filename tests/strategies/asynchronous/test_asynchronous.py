@@ -320,19 +320,22 @@ def test_a_buffer_below_a_rank_s_samples_warns_once_of_the_age(ranks: Any) -> No
     assert warned(Asynchronous(buffer=1)) == []
 
 
-def summary_of() -> tuple[str, str]:
+def summary_of() -> tuple[str, str, int]:
     strategy = Asynchronous(sync_every=4, staleness=2)
     found = fit(
         partial(stalling), strategy=strategy, device="cpu", dtype="float64", epochs=1, show=False
     ).summary
-    return found.updates_of_server, found.allreduce
+    return found.updates_of_server, found.allreduce, found.merge_bytes
 
 
 def test_the_summary_tells_of_updates_and_ages(ranks: Any) -> None:
-    said, summed = ranks(2).run(summary_of)[0]
+    said, summed, nbytes = ranks(2).run(summary_of)[0]
     assert re.match(
         r"each sample in one of \d+ updates; gradients \d\.\d versions old on average, at most [0-2].*\n"
         r"gradients of each rank: \d+ \+ \d+; versions old: 0 \d+%.*; samples old: 0 \d+%",
         said,
     )
     assert "12 samples for an update, at most 2 versions old" in summed
+    ranges = int(re.search(r"gradients of each rank: \d+ \+ (\d+);", said)[1])  # type: ignore[index]
+    weights = 8 * sum(p.numel() for p in stalling().model().parameters())
+    assert nbytes > 2 * ranges * weights  # the weights of each range, and its gradients

@@ -353,6 +353,27 @@ def test_records_count_samples_by_rank_and_say_how_far_replicas_were_apart(ranks
     assert 0 < first.merge_spread[0] < 10
 
 
+def _merge_bytes(settings: Mapping[str, Any]) -> int:
+    """Bytes of a merge."""
+    config = RunConfig(device="cpu", dtype="float64", steps=4, **settings)
+    with Engine(task(), config) as engine:
+        (found,) = [engine.step(batch).record().merge_bytes for batch in engine.batches()]
+        return found
+
+
+def test_records_count_the_bytes_of_merges_as_they_are_sent(ranks: Any) -> None:
+    size = sum(p.numel() for p in task().model().parameters())
+    local = LocalSgd(sync_every=4)
+    assert ranks(2).run(_merge_bytes, {"strategy": local}) == [8 * size] * 2
+    # A byte for each number, in blocks of 256, with a float each.
+    assert ranks(2).run(_merge_bytes, {"strategy": local, "compress": "int8"}) == [256 + 4] * 2
+    divided = {"strategy": replace(local, replicas=2, zero=1), "balance": "1,1,1,1"}
+    parts = ranks(4).run(_merge_bytes, divided)
+    assert parts[:2] == parts[2:]
+    assert sum(parts[:2]) == 8 * size
+    assert _merge_bytes({"strategy": local}) == 0
+
+
 class Bad(nn.Module):
     def __init__(self) -> None:
         super().__init__()

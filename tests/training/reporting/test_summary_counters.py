@@ -51,6 +51,13 @@ def test_the_summary_gets_the_numbers_of_steps_and_of_the_last_evaluation() -> N
     assert (told["final_loss"], told["metrics"]) == (1.0, {"accuracy": 0.5})
 
 
+def test_bytes_of_merges_are_added_up() -> None:
+    tally = SummaryCounters(3)
+    for number in range(2):
+        tally.step(StepRecord(number, 0, 1.0, 12, 1.0, (4, 4, 4), 0.1, merge_bytes=100))
+    assert tally.describe(1.0)["merge_bytes"] == 200
+
+
 def test_ranks_that_merges_did_not_wait_for_are_told() -> None:
     tally = SummaryCounters(3)
     tally.step(StepRecord(0, 0, 1.0, 12, 1.0, (4, 4, 4), 0.1, merge_ranks=((0, 1, 2),)))

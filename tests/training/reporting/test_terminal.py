@@ -267,6 +267,10 @@ def test_the_summary_ends_with_what_balancing_gains() -> None:
         assert "--balance" not in summary_text(alike)
 
 
+def test_the_summary_says_how_much_was_sent_for_merges() -> None:
+    assert "  3 MiB of messages for merges on rank 0" in summary_text(summary(merge_bytes=3 << 20))
+
+
 def test_the_summary_of_a_resumed_run_counts_one_period() -> None:
     text = summary_text(summary(samples=24000, samples_in_seconds=12000))
     assert "12,000 of 24,000 samples in 6.5 s" in text

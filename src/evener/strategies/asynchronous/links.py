@@ -67,6 +67,8 @@ class _Messages:
         self._short = len(layout.parameters)
         """The length of a row that goes with the numbers. A longer one is a message of its own."""
         self._expected: list[dist.Work] = []
+        self.nbytes = 0
+        """Bytes of messages so far, in both directions."""
 
     def expect(self) -> None:
         """Makes ready for flat tensors, which come with one of the next messages."""
@@ -94,12 +96,15 @@ class _Messages:
         if size > self._short:
             row = torch.empty(int(size), dtype=torch.float64)
             self._receive(row, _NUMERIC).wait()
+        self.nbytes += head.nbytes + row.nbytes * (size > self._short)
         if has_flats:
+            self.nbytes += sum(flat.nbytes for flat in self.room)
             for each in self._expected:
                 each.wait()
         return numbers, row, self.room if has_flats else []
 
     def _send(self, tensor: Tensor, tag: int) -> dist.Work:
+        self.nbytes += tensor.nbytes
         work = dist.isend(tensor, group=self._group, group_dst=self._peer, tag=tag)
         assert work is not None
         return work
@@ -145,14 +150,19 @@ class Serving:
     def __init__(self, server: ParameterServer, group: dist.ProcessGroup, layout: FlatLayout) -> None:
         self._server = server
         workers = range(1, dist.get_world_size(group))
+        self._messages = {worker: _Messages(group, worker, layout) for worker in workers}
         self._threads = [
-            threading.Thread(target=self._serve, args=(worker, _Messages(group, worker, layout)), daemon=True)
-            for worker in workers
+            threading.Thread(target=self._serve, args=each, daemon=True) for each in self._messages.items()
         ]
         self.lost: dict[int, Exception] = {}
         """The workers whose connection has broken, with the error."""
         for thread in self._threads:
             thread.start()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all messages so far, in both directions."""
+        return sum(each.nbytes for each in self._messages.values())
 
     def check(self) -> None:
         """Raises the error of the first worker that is lost, if one is."""

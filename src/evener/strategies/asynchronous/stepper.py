@@ -162,6 +162,7 @@ class AsynchronousSteps(Plain):
             input_seconds=self._input_seconds,
             merges=outcome.merges,
             wasted=outcome.wasted,
+            merge_bytes=0 if self._serving is None else self._serving.nbytes,
             batch=self._taken(batch, outcome),
             asked_to_stop=self._asked,
         )

@@ -30,13 +30,20 @@ from evener.strategies.learner import Learner
 from evener.strategies.local_steps.replicas import ReplicaSet
 
 
-@dataclass(frozen=True)
+@dataclass
 class MergeGroup:
     """Ranks that merge together."""
 
     group: dist.ProcessGroup | None
     """None if this rank merges alone."""
     all_reduce: AllReduce | None
+    _told_nbytes: int = 0
+
+    def newly_sent(self) -> int:
+        """Returns the bytes that this rank has put into sums since the last call."""
+        before = self._told_nbytes
+        self._told_nbytes = self.all_reduce.sent_nbytes if self.all_reduce is not None else 0
+        return self._told_nbytes - before
 
     def close(self) -> None:
         """Frees the resources of the all-reduce."""
@@ -54,6 +61,7 @@ class SentFragment:
     numbers: Tensor
     """The sum of the weights, and the weighted sum of the differences' squares."""
     work: list[Work | dist.Work]
+    over: MergeGroup
 
 
 def widest(device: torch.device) -> torch.dtype:
@@ -85,6 +93,8 @@ class Merge:
         self._everyone, self._others = everyone, others
         self._unit, self._alpha = unit, alpha
         self._sent: dict[int, SentFragment] = {}
+        self.sent_nbytes = 0
+        """Bytes of differences that this rank has put into the merges of the round, after compression."""
         self.spreads: list[float] = []
         """For each merge of the round: how far the replicas were from their mean, as a multiple of its length."""
 
@@ -115,7 +125,7 @@ class Merge:
                 summed = dist.all_reduce(numbers, group=over.group, async_op=True)
                 assert summed is not None
                 work.append(summed)
-        self._sent[fragment] = SentFragment(buckets, flats, numbers, work)
+        self._sent[fragment] = SentFragment(buckets, flats, numbers, work, over)
 
     def _weighted(self, bucket: list[nn.Parameter], weights: list[float], squares: Tensor) -> Tensor:
         """Returns the weighted sum of this rank's differences in one flat tensor, and adds their squares."""
@@ -146,6 +156,7 @@ class Merge:
         with waiting():
             for work in sent.work:
                 work.wait()
+        self.sent_nbytes += sent.over.newly_sent()
         weight, squares = sent.numbers.tolist()
         parameters = [parameter for bucket in sent.buckets for parameter in bucket]
         unsound = [flat for flat in sent.flats if not math.isfinite(number_of(flat))]

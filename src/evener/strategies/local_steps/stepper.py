@@ -26,6 +26,7 @@ from evener.components import gradients
 from evener.core.losses import Loss
 from evener.data.batch import Batch, MicroBatch
 from evener.data.rounds import LocalBatch, RoundBatch, Rounds
+from evener.distributed.signals import ASKING, asked_to_stop
 from evener.errors import ConfigurationError
 from evener.hardware.async_read import DeferredValue, Readout, ReadyValue, read
 from evener.hardware.timers import waiting
@@ -103,7 +104,8 @@ class LocalSteps(Plain):
                 f"strategy {learner.name!r} takes the rounds that engine.batches() gives, and no other batch"
             )
         plan, passes = self._rounds.plan(batch.shares, batch.done), iter(batch.passes)
-        self._input_seconds, self._soundness, self.merge.spreads = 0.0, [], []
+        self._input_seconds, self._soundness = 0.0, []
+        self.merge.spreads, self.merge.sent_nbytes = [], 0
         totals, self._terms = list[Readout](), 0.0
         with learner.work_timer.step(step):
             self._buffers.begin()
@@ -135,7 +137,10 @@ class LocalSteps(Plain):
             learner.work_timer.work_done()
             self._buffers.merge(batch.shares)
             replicas.end()
-            terms = self._over_all.numbers([self._terms])[0]
+            asked = asked_to_stop()
+            terms, *heard = self._over_all.numbers(
+                [self._terms, *(float(asked == number) for number in ASKING)]
+            )
         return StepOutcome(
             totals=tuple(totals),
             missing=(),
@@ -144,8 +149,10 @@ class LocalSteps(Plain):
             soundness=tuple(self._soundness),
             terms=terms,
             merge_spread=tuple(self.merge.spreads),
+            merge_bytes=self.merge.sent_nbytes,
             merge_ranks=() if self._quorum is None else self._quorum.partial(step),
             input_seconds=self._input_seconds,
+            asked_to_stop=next((int(each) for each, times in zip(ASKING, heard, strict=True) if times), 0),
         )
 
     def _who_merges(self, is_last: bool, step: int) -> MergeGroup | None:

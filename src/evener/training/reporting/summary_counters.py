@@ -33,6 +33,7 @@ class CountersRecord(TypedDict):
     memory: list[dict[str, int]]
     skipped: int
     updates_of_server: str
+    merge_bytes: int
     late_for_merges: str
 
 
@@ -48,7 +49,7 @@ class SummaryCounters(Observer):
         """For each rank, the peak of bytes in use in a step, and what they were used for."""
         self.evaluation_record: EvaluationRecord | None = None
         self._ages, self._samples_old, self._of_ranks = Counter[int](), Counter[int](), Counter[int]()
-        self._merges = self._wasted = self._quorums = 0
+        self._merges = self._wasted = self._quorums = self._merge_bytes = 0
         self._late = Counter[int]()
         """For each rank the merges with a quorum that did not wait for it."""
         self._times = [deque[float](maxlen=WINDOW) for _ in range(parts)]
@@ -61,6 +62,7 @@ class SummaryCounters(Observer):
         self.skipped += record.skipped
         self._merges, self._wasted = self._merges + len(record.merges), self._wasted + record.wasted
         self._quorums += len(record.merge_ranks)
+        self._merge_bytes += record.merge_bytes
         for ranks in record.merge_ranks:
             self._late.update(set(range(len(self.taken))) - set(ranks))
         merged = [0, *accumulate(sum(stop - start for *_, start, stop in held) for held in record.merges)]
@@ -113,6 +115,7 @@ class SummaryCounters(Observer):
             "memory": self.memory,
             "skipped": self.skipped,
             "updates_of_server": self._updates_of_server(),
+            "merge_bytes": self._merge_bytes,
             "late_for_merges": self._late_for_merges(),
         }
 

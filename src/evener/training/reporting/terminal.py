@@ -255,6 +255,7 @@ def summary_text(summary: RunSummary) -> str:
     unread = f"{summary.skipped:,} samples could not be read and count for nothing"
     further = (
         *summary.updates_of_server.splitlines(),
+        f"{size_words(summary.merge_bytes)} of messages for merges on rank 0" if summary.merge_bytes else "",
         summary.late_for_merges,
         summary.reading,
         _memory_text(summary) if summary.memory else "",

@@ -156,6 +156,7 @@ class Step:
         self.skipped = 0
         self.merge_spread: tuple[float, ...] = ()
         self.merge_ranks: tuple[tuple[int, ...], ...] = ()
+        self.merge_bytes = 0
         self.asked_to_stop = 0
         """The number of the signal for which the step was ended early, on all ranks; 0 for none."""
         self.merges: tuple[tuple[tuple[int, int, int, int], ...], ...] = ()
@@ -273,6 +274,7 @@ class Step:
             skipped=self.skipped,
             merge_spread=self.merge_spread,
             merge_ranks=self.merge_ranks,
+            merge_bytes=self.merge_bytes,
             merges=self.merges,
             wasted=self.wasted,
             seconds=self.seconds,

@@ -134,7 +134,7 @@ class StepSync:
                 self.settle()
             step.terms, step.count = outcome.terms, self._loss().divisor(outcome.terms)
         step.merge_spread, step.wasted = outcome.merge_spread, outcome.wasted
-        step.merge_ranks = outcome.merge_ranks
+        step.merge_ranks, step.merge_bytes = outcome.merge_ranks, outcome.merge_bytes
         step.merges = tuple(tuple(astuple(each) for each in held) for held in outcome.merges)
         results = total, soundness, _ = (0.0, 0.0, 0.0)
         if self._late:
