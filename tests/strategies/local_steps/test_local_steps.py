@@ -196,6 +196,42 @@ def test_other_ranks_go_on_from_a_checkpoint(ranks: Any, way: str) -> None:
     assert all(worst(whole, _named(state, whole)) < 1e-7 for state in states)
 
 
+class Odd(nn.Module):
+    """Has tied, frozen and unused weights, and scalars. A rank's rows are not the same part of each weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.first, self.frozen = nn.Embedding(20, 8), nn.Linear(8, 7), nn.Linear(7, 8)
+        self.frozen.requires_grad_(False)
+        self.scale, self.shift = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.ones(1))
+        self.unused, self.last = nn.Linear(3, 3), nn.Linear(8, 20, bias=False)
+        self.last.weight = self.words.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        mean = self.words(words).mean(1) * self.scale + self.shift
+        return self.last(torch.tanh(self.frozen(self.first(mean))))
+
+
+def trainable(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=0.02)
+
+
+def odd() -> Task:
+    words = torch.randint(0, 20, (SAMPLES, 5), generator=torch.Generator().manual_seed(3))
+    data = TensorDataset(words, words.sum(1) % 20)
+    return Task(model=Odd, train=data, loss=nn.CrossEntropyLoss(), optimizer=trainable, batch_size=12)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("way", ["fragments", "warm-up"])
+def test_so_may_a_model_whose_weights_are_of_all_kinds(ranks: Any, way: str, zero: int) -> None:
+    alone, losses = trained(odd, TEAMS[way] | {"balance": "1,1"})
+    divided = {"strategy": replace(TEAMS[way]["strategy"], zero=zero), "balance": "3,1,0,4"}
+    for found, elsewhere in ranks(4).run(trained, odd, TEAMS[way] | divided):
+        assert worst(alone, found) < 1e-7
+        assert losses == pytest.approx(elsewhere, rel=1e-7)
+
+
 @pytest.mark.parametrize("stages", [(2, 0, 3), (3, 1, 0)])
 @pytest.mark.parametrize("way", ["fragments", "plain"])
 def test_divided_replicas_go_on_from_a_checkpoint(ranks: Any, way: str, stages: tuple[int, ...]) -> None:
