@@ -226,7 +226,7 @@ def between_hosts(compression: str, hosts: tuple[tuple[int, ...], ...]) -> tuple
     results = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(two_level_module, "hosts_of", lambda group: hosts)
-        patch.setattr(two_level_module, "_PART_NBYTES", 4096)
+        patch.setattr(two_level_module, "PART_NBYTES", 4096)
         with make(timeout_seconds=20, compression=compression) as all_reduce:
             for _ in range(12):
                 tensor = mine.clone()

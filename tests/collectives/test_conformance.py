@@ -117,7 +117,7 @@ def test_compression(ranks: Any, compression: str) -> None:
 
 def several_parts() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(two_level_module, "_PART_NBYTES", 32 * 1024)  # the buffers are of 130 KB and more
+        patch.setattr(two_level_module, "PART_NBYTES", 32 * 1024)  # the buffers are of 130 KB and more
         check_all_reduce(
             hosts_of_unequal_size, dtypes=[torch.float32], timeout_seconds=20, missing_rank=False
         )

@@ -126,9 +126,13 @@ class DdpSum(PostBackwardSum):
     @cached_property
     def bucket_bytes(self) -> int:
         """The bucket size in bytes: from the settings, or chosen by the expected time of the all-reduce."""
-        nbytes = sum(p.nbytes for p in self._trained())
         chosen = self._learner.settings.bucket_bytes
-        return chosen or bucket_nbytes(self._all_reduce.expected_seconds, nbytes)
+        return chosen or bucket_nbytes(self._all_reduce.expected_seconds, self.gradient_nbytes)
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Bytes of all gradients that are summed."""
+        return sum(p.nbytes for p in self._trained())
 
     @property
     def bucket_nbytes(self) -> int:  # type: ignore[override]

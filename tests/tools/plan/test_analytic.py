@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from evener.balance.time_model import Line
 from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
 from evener.tools.estimate.traffic import Message
@@ -15,14 +16,15 @@ from evener.tools.plan.analytic import (
     HIDDEN_GATHERS,
     MEASURED_EFFICIENCY,
     START_SECONDS,
-    MessageTimes,
+    all_reduces_of,
     costs_of_work,
     speed_of,
     update_seconds,
 )
 from evener.tools.plan.candidates import Candidate
-from evener.tools.plan.cluster import Cluster, Machine, PlannedLink
+from evener.tools.plan.cluster import Cluster, Machine
 from evener.tools.plan.costs import StepTime, step_time
+from evener.tools.plan.message_times import MessageTimes
 from evener.tools.plan.work import RankWork, StepWork
 from tests.tools.plan.models import FAST, SLOW, plan_card, plan_cluster
 
@@ -30,59 +32,10 @@ MB = 1_000_000
 RANK = RankWork(8, int(6e12), 1000, 0, (), 1000 * MB, 2000 * MB, 4000 * MB)
 
 
-def seconds(kind: str, ranks: range | tuple[int, ...], nbytes: int, cluster: Cluster) -> float:
-    return MessageTimes(cluster).seconds(Message(kind, tuple(ranks), nbytes))
-
-
 def step(*ranks: RankWork, cluster: Cluster, layout: Layout | None = None, batch: int = 16) -> StepTime:
     layout = layout or Layout({"data": 2})
     found = StepWork(Candidate(layout.world_size, "ddp"), layout, ranks)
     return step_time(costs_of_work(found, cluster, "float32", 1.0), batch)
-
-
-# Messages
-
-
-def test_a_ring_within_a_machine() -> None:
-    """Each of 2 (g - 1) rounds sends one of g pieces."""
-    cluster, nbytes = plan_cluster(1, 4), 400 * MB
-    one = 1e-6 + 100 * MB / 100e9
-    assert seconds("all_reduce", range(4), nbytes, cluster) == pytest.approx(6 * one)
-    for half in ("reduce_scatter", "all_gather", "broadcast", "all_to_all"):
-        assert seconds(half, range(4), nbytes, cluster) == pytest.approx(3 * one)
-    assert seconds("send", (0, 1), nbytes, cluster) == pytest.approx(1e-6 + nbytes / 100e9)
-
-
-def test_a_ring_over_two_levels() -> None:
-    """Between machines each rank sums its piece, and all pieces of a machine pass its connection."""
-    nbytes = 400 * MB
-    inside = 6 * (1e-6 + nbytes / 4 / 100e9)
-    between = 4 * (50e-6 + nbytes / 3 / 1e9)
-    assert seconds("all_reduce", range(12), nbytes, plan_cluster(3, 4)) == pytest.approx(inside + between)
-    assert seconds("send", (3, 4), nbytes, plan_cluster(3, 4)) == pytest.approx(50e-6 + nbytes / 1e9)
-
-
-def test_groups_share_the_connection_of_a_machine() -> None:
-    """Tensor parallelism within machines: each of four places sums its quarter with its own place elsewhere."""
-    cluster, nbytes = plan_cluster(2, 4), 400 * MB
-    alone = seconds("all_reduce", (0, 1), nbytes, plan_cluster(2, 1))
-    shared = seconds("all_reduce", (0, 4), nbytes, cluster)
-    assert alone == pytest.approx(2 * (50e-6 + nbytes / 2 / 1e9))
-    assert shared == pytest.approx(2 * (50e-6 + 4 * nbytes / 2 / 1e9))
-    two_of_each = seconds("all_reduce", (0, 1, 4, 5), nbytes, cluster)
-    assert two_of_each == pytest.approx(2 * (1e-6 + nbytes / 2 / 100e9) + 2 * (50e-6 + 2 * nbytes / 2 / 1e9))
-
-
-def test_small_messages_cost_their_latencies() -> None:
-    cluster = plan_cluster(64, 1)
-    assert seconds("all_reduce", range(64), 64, cluster) == pytest.approx(126 * 50e-6, rel=1e-3)
-
-
-def test_the_slowest_machine_of_a_group_counts() -> None:
-    fast, slow = (Machine("", (plan_card(),) * 2, link, 0) for link in (FAST, SLOW))
-    mixed = Cluster((fast, slow), PlannedLink(0.0, 1e15))
-    expected = 2 * (50e-6 + 10 * MB / 2 / 1e9)
-    assert seconds("all_reduce", range(4), 10 * MB, mixed) == pytest.approx(expected, rel=1e-3)
 
 
 # Passes and the update
@@ -165,3 +118,35 @@ def test_costs_are_those_of_each_stage_and_each_card() -> None:
 def test_a_rank_without_samples_has_the_costs_of_one() -> None:
     found = step(replace(RANK, samples=0), cluster=plan_cluster(1, 2), batch=1)
     assert found.compute > 0
+
+
+# All-reduces
+
+
+def cpu_cluster(machines: int, each: int = 1) -> Cluster:
+    cpu = Machine("", (replace(plan_card(), kind="cpu"),) * each, FAST, 0)
+    return Cluster((cpu,) * machines, SLOW)
+
+
+def test_each_all_reduce_is_another_term_of_the_same_step() -> None:
+    sums = tuple(Message("all_reduce", tuple(range(8)), 4 * MB) for _ in range(3))
+    work = StepWork(Candidate(8, "ddp"), Layout({"data": 8}), (replace(RANK, messages=sums),))
+    cluster = cpu_cluster(8)
+    costs, times = costs_of_work(work, cluster, "float32", 1.0), MessageTimes(cluster)
+    found = all_reduces_of(work, costs, cluster)
+    assert list(found) == ["ring", "tree", "halving", "direct", "ring-tree", "two-level"]
+    for name, other in found.items():
+        one = times.seconds(sums[0], name)
+        assert other == replace(costs, rest=Line(pytest.approx(3 * one), 0.0), exposed=one)  # type: ignore[arg-type]
+
+
+def test_only_gradients_that_all_ranks_get_have_a_choice() -> None:
+    within = StepWork(
+        Candidate(2, "tensor"),
+        Layout({"tensor": 2}),
+        (replace(RANK, messages=(Message("all_reduce", (0, 1), MB),)),),
+    )
+    owners = replace(within, candidate=Candidate(2, "sharded"), layout=Layout({"data": 2}))
+    for work in (within, owners):
+        costs = costs_of_work(work, plan_cluster(2, 1), "float32", 1.0)
+        assert all_reduces_of(work, costs, plan_cluster(2, 1)) == {}

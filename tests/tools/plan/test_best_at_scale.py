@@ -21,6 +21,7 @@ from evener.tools.plan.cluster import Cluster, FailureRates
 from evener.tools.plan.cluster_file import read_cluster
 from evener.tools.plan.costs import StepCosts, step_time
 from evener.tools.plan.for_cluster import plan_for_cluster
+from evener.tools.plan.result import Way
 from evener.tools.plan.text import plan_text
 from evener.tools.plan.work import RankWork, StepWork
 from tests.tools.plan.models import FAST, classes_task, language_task, mlp, plan_cluster
@@ -40,7 +41,7 @@ def cost(
         (Line(1.0, 0.0),) * ranks, ranks // tensor, rest=Line(1.0, 0.0), hidden=0.5, exposed=exposed
     )
     work = StepWork(Candidate(ranks, "ddp"), layout, (rank,))
-    return cost_at_scale(work, costs, step_time(costs, ranks), cluster, ranks)
+    return cost_at_scale(work, Way(work.candidate, step_time(costs, ranks), costs), cluster, ranks)
 
 
 def calm(machines: int, **failures: Any) -> Cluster:

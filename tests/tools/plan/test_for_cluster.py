@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,13 @@ import pytest
 from torch import nn
 
 from evener.errors import ConfigurationError
-from evener.tools.plan.cluster import Cluster
+from evener.tools.plan.cluster import Cluster, Machine, PlannedLink
 from evener.tools.plan.cluster_file import read_cluster
 from evener.tools.plan.for_cluster import plan_for_cluster
 from evener.tools.plan.local_steps_way import SYNC_EVERY
 from evener.tools.plan.result import TrainingPlan, Way
 from evener.tools.plan.text import plan_text
-from tests.tools.plan.models import adam, classes_task, language_task, mlp
+from tests.tools.plan.models import FAST, adam, classes_task, language_task, mlp, plan_card
 
 HERE = Path(__file__).parent
 GIB = 1 << 30
@@ -182,6 +183,36 @@ def test_unequal_cards_get_shares_by_their_speed(
         assert sum(found.shares) == 2048
         assert found.shares[0] > 1.5 * found.shares[1]
         assert found.waiting < 0.01 * found.compute
+
+
+# All-reduces
+
+
+def latent(allreduce: str | None = None) -> TrainingPlan:
+    """A small model on 4 CPUs, whose messages are all latency."""
+    cpu = replace(plan_card(), kind="cpu")
+    machines = (Machine("", (cpu,), FAST, 0),) * 4
+    task, slow = classes_task(mlp, 16, 64), Cluster(machines, PlannedLink(1e-3, 1e9))
+    return plan_for_cluster(lambda: task, slow, strategy="ddp", processes=4, allreduce=allreduce)
+
+
+def test_a_plan_names_an_all_reduce_that_is_much_faster() -> None:
+    found = latent()
+    best = way(found, "ddp", 4)
+    assert best.candidate.allreduce == "direct"
+    assert best.all_reduces["default"] == pytest.approx(6e-3, rel=0.1)
+    assert best.all_reduces["direct"] == best.time.communication == pytest.approx(1e-3, rel=0.1)
+    assert "--strategy ddp --allreduce direct --processes 4" in plan_text(found, top=9)
+    assert "communication by all-reduce: direct 1" in plan_text(found, top=9, explain=True)
+
+
+def test_the_all_reduce_of_the_settings_is_predicted() -> None:
+    found = {name: way(latent(name), "ddp", 4) for name in ("ring", "auto", "native")}
+    assert found["ring"].candidate.allreduce == "ring"
+    assert found["ring"].time.communication == pytest.approx(6e-3, rel=0.1)
+    assert found["auto"].candidate.allreduce is None
+    assert found["auto"].time.communication == pytest.approx(1e-3, rel=0.1)
+    assert found["native"].all_reduces == {}
 
 
 # What is known of the machines

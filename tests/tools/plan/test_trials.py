@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.tools.plan.candidates import Candidate
+from evener.tools.plan.sum_trials import SumTimes
 from evener.tools.plan.trials import LEAST_STEPS, ROUNDS, Refusal, Trial, run_trials
 
 CONFIG = RunConfig(device="cpu")
@@ -75,6 +76,10 @@ def test_ranks_try_what_they_can_and_say_why_they_cannot() -> None:
     assert [each.shares for each in trials] == [(4, 4), (2, 2)] * ROUNDS
     assert all(len(each.compute) == len(each.input) == 2 for each in trials)
     (refusal,) = (each for each in found if isinstance(each, Refusal))
+    (sums,) = (each for each in found if isinstance(each, SumTimes))
+    assert (sums.ranks, sums.total_nbytes) == (2, 4 * 10)
+    assert {"native", "ring", sums.default} <= set(sums.seconds)
+    assert all(0 < times[40] < 10 for times in sums.seconds.values())
     assert refusal.candidate == experts
     assert "evener.nn.Experts" in refusal.reason
 

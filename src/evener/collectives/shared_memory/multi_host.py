@@ -33,7 +33,7 @@ from evener.distributed.hosts import all_gather, destroy, hosts_of
 from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
 from evener.errors import ConfigurationError
 
-_PART_NBYTES = 4 * 1024 * 1024
+PART_NBYTES = 4 * 1024 * 1024
 _LEADER = 0
 
 MakeAllReduce = Callable[[dist.ProcessGroup, float], AllReduce]
@@ -138,7 +138,7 @@ class TwoLevel(AllReduce):
 
     def _run(self, tensor: Tensor, key: Key) -> Tensor:
         flying: list[_BufferPart] = []
-        for index, part in enumerate(torch.split(tensor.view(-1), _PART_NBYTES // tensor.element_size())):
+        for index, part in enumerate(torch.split(tensor.view(-1), PART_NBYTES // tensor.element_size())):
             self._inner(part).wait()
             flying.append(self._send(part, None if key is None else PieceKey(key, index)))
             if len(flying) > 1:

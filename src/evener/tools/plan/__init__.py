@@ -3,11 +3,12 @@
 ===============  ================================================================================
 ``candidates``   the ways to train that are compared
 ``trials``       takes a few real steps in each way, on ranks of this machine
+``sum_trials``   times the all-reduces that ``ddp`` may take
 ``measured``     the costs that trials show
 ``calibration``  these costs as a file
 ``work``         what a step takes in one way, whatever the devices: operations, messages, bytes
 ``cluster``      machines that are not at hand
-``analytic``     the costs of a step on them
+``analytic``     the costs of a step on them, ``message_times`` those of its messages and all-reduces
 ``costs``        the time of a step that follows from costs, for any batch and any shares
 ``plan``         makes a plan for this machine, ``for_cluster`` for others
 ``choice``       takes the fastest way of a saved calibration for a run

@@ -3,29 +3,21 @@
 ::
 
     passes     operations / (peak of the card x efficiency) + bytes that operators move / memory bandwidth
-    messages   rounds x latency + bytes / bandwidth      of a ring, within machines first and then between them
+    messages   evener.tools.plan.message_times
     update     bytes of weights, gradients and optimizer state that it reads and writes / memory bandwidth
-
-A sum of n bytes over the g ranks of a machine, on each of N machines, takes by the two-level ring algorithm
-
-    2 (g - 1) (l + n / (g b))  +  2 (N - 1) (L + n s / (N B))
-
-with latency l and bandwidth b inside and L, B between. ``s`` groups of a machine share its connection with others
-(Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005, for the ring;
-the levels are those of NCCL's documentation). A scatter of sums or a gather is half of that.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from evener.balance.time_model import Line
 from evener.errors import ConfigurationError
 from evener.tools.estimate.traffic import Message
-from evener.tools.plan.cluster import Cluster, PlannedCard, PlannedLink
+from evener.tools.plan.cluster import Cluster, PlannedCard
 from evener.tools.plan.costs import UNMEASURED_SPREAD, StepCosts
+from evener.tools.plan.message_times import MESSAGE_START_SECONDS, MessageTimes
 from evener.tools.plan.work import RankWork, StepWork
 
 EFFICIENCY = 0.6
@@ -35,21 +27,10 @@ MEASURED_EFFICIENCY = 0.8
 """The same as a part of the measured speed of products of large matrices, a round figure."""
 START_SECONDS = 6e-6
 """About what it takes the host to give an accelerator an operator in PyTorch's eager mode: a round figure."""
-MESSAGE_START_SECONDS = 50e-6
-"""About what it takes the host to start a message, with the code around it: a round figure."""
 HIDDEN = 0.55
 """The part of the passes behind which sums of gradients hide: backward is two thirds, and the overlap slows it."""
 HIDDEN_GATHERS = 0.8
 """The same if weights are gathered ahead as well, which hides behind forward, too."""
-WHOLE = {
-    "all_reduce": 2.0,
-    "all_gather": 1.0,
-    "reduce_scatter": 1.0,
-    "broadcast": 1.0,
-    "all_to_all": 1.0,
-    "send": 1.0,
-}
-"""How many times each rank sends all other ranks' parts of a tensor."""
 
 
 def costs_of_work(work: StepWork, cluster: Cluster, dtype: str, efficiency: float | None = None) -> StepCosts:
@@ -70,10 +51,8 @@ def costs_of_work(work: StepWork, cluster: Cluster, dtype: str, efficiency: floa
     pairs = [(id(each), id(card)) for each, card in zip(own, cards, strict=True)]
     different = {pair: (each, card) for pair, each, card in zip(pairs, own, cards, strict=True)}
     passes = {pair: _passes(*each, dtype, efficiency) for pair, each in different.items()}
-    slowest, team = max(work.ranks, key=lambda each: each.flops), set(data.team)
-    inside = [m for m in slowest.messages if len(m.ranks) <= len(team) and team.issuperset(m.ranks)]
-    between = [m for m in slowest.messages if len(m.ranks) > len(team) or not team.issuperset(m.ranks)]
-    times = MessageTimes(cluster)
+    times, slowest = MessageTimes(cluster), max(work.ranks, key=lambda each: each.flops)
+    inside, between = _inside_and_between(work)
     blocking = sum(map(times.seconds, inside))
     hideable = [*map(times.seconds, between)]
     gathers = any(each.kind == "all_gather" for each in between)
@@ -88,6 +67,28 @@ def costs_of_work(work: StepWork, cluster: Cluster, dtype: str, efficiency: floa
         bubble=_bubble(work.ranks[0].messages, stages),
         spread=UNMEASURED_SPREAD,
     )
+
+
+def _inside_and_between(work: StepWork) -> tuple[list[Message], list[Message]]:
+    """Returns the messages of the rank with the most work: among the ranks that compute its samples, and all others."""
+    team, found = set(work.layout.data_axis(0).team), (list[Message](), list[Message]())
+    for each in max(work.ranks, key=lambda each: each.flops).messages:
+        found[len(each.ranks) > len(team) or not team.issuperset(each.ranks)].append(each)
+    return found
+
+
+def all_reduces_of(work: StepWork, costs: StepCosts, cluster: Cluster) -> dict[str, StepCosts]:
+    """Returns the costs with each all-reduce that the ranks may take in place of the default, by its name. Empty if
+    they sum no gradients, or only to the owners of weights."""
+    sums = _inside_and_between(work)[1]
+    if work.candidate.strategy == "sharded" or not any(each.kind == "all_reduce" for each in sums):
+        return {}
+    times, group = MessageTimes(cluster), max((each.ranks for each in sums), key=len)
+    found = {}
+    for name in times.other_all_reduces(group):
+        each = [times.seconds(message, name) for message in sums]
+        found[name] = replace(costs, rest=Line(sum(each), 0.0), exposed=each[-1])
+    return found
 
 
 def _passes(work: RankWork, card: PlannedCard, dtype: str, efficiency: float | None) -> Line:
@@ -112,56 +113,6 @@ def speed_of(card: PlannedCard, dtype: str, efficiency: float | None = None) -> 
 def update_seconds(work: RankWork, card: PlannedCard) -> float:
     """Returns the seconds of the optimizer: it reads gradients, and reads and writes weights and its state."""
     return (3 * work.parameters + 2 * work.optimizer) / card.memory_bytes_per_second
-
-
-@dataclass(frozen=True)
-class _GroupPath:
-    """What lies between the ranks of a group."""
-
-    of_machine: int
-    """The most ranks of a machine."""
-    machines: int
-    inside: PlannedLink | None
-    """The slowest link within a machine; None if each machine has one rank."""
-    sharing: int
-    """Groups that share a machine's connection."""
-
-
-class MessageTimes:
-    """Predicts messages on a cluster. Looks at each group of ranks once."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._routes: dict[tuple[int, ...], _GroupPath] = {}
-
-    def seconds(self, message: Message) -> float:
-        """Returns the seconds of a message, or of a collective operation."""
-        if message.kind == "send":
-            return _seconds(self._cluster.link(*message.ranks), message.nbytes)
-        if message.ranks not in self._routes:
-            self._routes[message.ranks] = self._route(message.ranks)
-        route, times, found = self._routes[message.ranks], WHOLE[message.kind], 0.0
-        if route.inside is not None:
-            part = _seconds(route.inside, message.nbytes / route.of_machine)
-            found += times * (route.of_machine - 1) * part
-        if route.machines > 1:
-            part = _seconds(self._cluster.between, message.nbytes * route.sharing / route.machines)
-            found += times * (route.machines - 1) * part
-        return found
-
-    def _route(self, ranks: Sequence[int]) -> _GroupPath:
-        at = [self._cluster.ranks[rank][0] for rank in ranks]
-        numbers = Counter(at)
-        most = max(numbers.values())
-        links = [self._cluster.machines[place].inside for place, number in numbers.items() if number > 1]
-        slowest = min(links, key=lambda link: link.bytes_per_second, default=None)
-        return _GroupPath(
-            most, len(numbers), slowest, max(1, len(self._cluster.machines[at[0]].cards) // most)
-        )
-
-
-def _seconds(link: PlannedLink, nbytes: float) -> float:
-    return link.latency_seconds + nbytes / link.bytes_per_second
 
 
 def _bubble(messages: Sequence[Message], stages: int) -> float:

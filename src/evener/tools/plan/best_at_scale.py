@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from evener.tools.plan.analytic import WHOLE
+from evener.collectives.schedules.algorithms import ALGORITHMS
 from evener.tools.plan.at_scale import CostAtScale, ScaleModel, steps_at_scale
 from evener.tools.plan.cluster import Cluster
-from evener.tools.plan.costs import StepCosts, StepTime
+from evener.tools.plan.message_times import WHOLE
+from evener.tools.plan.result import Way
 from evener.tools.plan.work import StepWork
 
 MANY = 64
@@ -14,15 +15,14 @@ SLOW_PROBABILITY, SLOW_FACTOR = 1e-5, 1.5
 """How often a rank is slow in a step, and how many times as long it takes then: round figures."""
 
 
-def cost_at_scale(
-    work: StepWork, costs: StepCosts, time: StepTime, cluster: Cluster, batch_size: int
-) -> CostAtScale:
+def cost_at_scale(work: StepWork, way: Way, cluster: Cluster, batch_size: int) -> CostAtScale:
     """Simulates whole steps of a way on all its ranks.
 
     Raises:
         ValueError: If the ranks of a replica are neither a part of a machine nor whole machines.
     """
     data, failures = work.layout.data_axis(0), cluster.failures
+    costs, time = way.costs, way.time
     share = max(time.shares)
     sums, team = costs.rest(batch_size), set(data.team)
     nbytes = sum(
@@ -47,4 +47,5 @@ def cost_at_scale(
         ranks_of_replica=len(data.team),
         samples_of_replica=batch_size / data.degree,
     )
-    return steps_at_scale(model, work.layout.world_size)
+    named = way.candidate.allreduce or ""
+    return steps_at_scale(model, work.layout.world_size, named if named in ALGORITHMS else "ring-tree")

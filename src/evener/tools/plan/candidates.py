@@ -21,6 +21,8 @@ class Candidate:
     mesh: str | None = None
     micro_batch: int | None = None
     recompute: str | None = None
+    allreduce: str | None = None
+    """As ``--allreduce`` takes it. None for the default."""
 
     def config(self, base: RunConfig, batch_size: int) -> RunConfig:
         """Returns the settings of a run in this way that takes steps and leaves nothing on disk."""
@@ -30,6 +32,7 @@ class Candidate:
             mesh=self.mesh,
             micro_batch=self.micro_batch,
             recompute=self.recompute,
+            allreduce=self.allreduce or base.allreduce,
             processes=self.ranks,
             batch_size=batch_size,
             steps=2**31,
@@ -46,6 +49,7 @@ class Candidate:
         parts += [f"--mesh {self.mesh}"] if self.mesh else []
         parts += [f"--micro-batch {self.micro_batch}"] if self.micro_batch else []
         parts += [f"--recompute {self.recompute}"] if self.recompute else []
+        parts += [f"--allreduce {self.allreduce}"] if self.allreduce else []
         return " ".join([*parts, f"--processes {self.ranks}"])
 
 

@@ -67,6 +67,7 @@ def chosen_way(
         strategy=best.candidate.strategy,
         strategy_option=best.candidate.options,
         mesh=best.candidate.mesh,
+        allreduce=best.candidate.allreduce or config.allreduce,
         processes=best.candidate.ranks,
     )
     return chosen, best

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -96,6 +96,8 @@ def compared_step(calibration: Calibration, run: Path) -> ComparedStep:
             f"{run} emulated slower devices (--throttle), and the calibration is of these"
         )
     candidate = _candidate(config, ranks)
+    named = replace(candidate, allreduce=config.get("allreduce"))
+    candidate = named if named in calibration.costs else candidate
     costs = calibration.costs.get(candidate)
     if costs is None:
         raise ConfigurationError(

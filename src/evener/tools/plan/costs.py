@@ -66,6 +66,10 @@ class StepCosts:
     def is_measured(self) -> bool:
         return bool(self.sizes)
 
+    def after_passes(self, batch_size: int, passes_seconds: float) -> float:
+        """Returns the seconds of communication that do not hide behind the slowest rank's passes."""
+        return max(self.exposed, self.rest(batch_size) - self.hidden * passes_seconds)
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -135,8 +139,7 @@ def step_time(
     own = [shares[part_of(rank, costs.parts, len(lines))] for rank in range(len(lines))]
     took = [line(samples) or line.overhead_seconds for line, samples in zip(lines, own, strict=True)]
     compute = min(max(took), sum(took) / len(took))  # a mean of equal numbers may be larger by rounding
-    communication = max(map(costs.blocking, own))
-    communication += max(costs.exposed, costs.rest(batch_size) - costs.hidden * max(took))
+    communication = max(map(costs.blocking, own)) + costs.after_passes(batch_size, max(took))
     return StepTime(
         tuple(shares),
         compute,

@@ -14,7 +14,7 @@ from evener.core.config.run_config import RunConfig
 from evener.core.config.sizes import size_words
 from evener.core.task.task import Task, TaskLike, resolve
 from evener.errors import ConfigurationError, EvenerError
-from evener.tools.plan.analytic import costs_of_work
+from evener.tools.plan.analytic import all_reduces_of, costs_of_work
 from evener.tools.plan.at_scale import CostAtScale
 from evener.tools.plan.best_at_scale import MANY, cost_at_scale
 from evener.tools.plan.candidates import (
@@ -28,7 +28,7 @@ from evener.tools.plan.candidates import (
 from evener.tools.plan.cluster import Cluster
 from evener.tools.plan.local_steps_way import by_local_steps
 from evener.tools.plan.plan import predicted, samples_of
-from evener.tools.plan.result import TrainingPlan, Way
+from evener.tools.plan.result import TrainingPlan, Way, best_all_reduce
 from evener.tools.plan.trials import NO_TIME, quiet
 from evener.tools.plan.work import StepWork, work_of
 from evener.training.builtin_tasks import BUILT_IN
@@ -151,11 +151,11 @@ class _Search:
     def at_scale(self, ways: Sequence[Way]) -> CostAtScale | None:
         """Simulates the best of the ways, if it has many ranks. The first ways are the fastest that fit."""
         best = next((way for way in ways if way.fits and not way.algorithm), None)
-        if best is None or best.candidate not in self._works:
+        work = self._works.get(replace(best.candidate, allreduce=None)) if best else None
+        if best is None or work is None:
             return None
-        work = self._works[best.candidate]
         try:
-            return cost_at_scale(work, best.costs, best.time, self._cluster, self._batch_size)
+            return cost_at_scale(work, best, self._cluster, self._batch_size)
         except ValueError:  # replicas that lie across machines
             return None
 
@@ -191,11 +191,27 @@ class _Search:
         if candidate.strategy == "ddp":
             self._replica = work.ranks[0].parameters + work.ranks[0].optimizer
         time_ = predicted(costs, candidate, config, self._batch_size)
-        way = Way(candidate, time_, costs, needed, limit)
+        way = self._with_all_reduce(work, Way(candidate, time_, costs, needed, limit))
         self.ways.append(way)
+        time_ = way.time
         if candidate.strategy == "ddp" and time_.communication > SLOW_MESSAGES * time_.seconds:
             timed = partial(predicted, config=config, batch_size=self._batch_size)
             self.ways.append(by_local_steps(way, timed))
+
+    def _with_all_reduce(self, work: StepWork, way: Way) -> Way:
+        """Returns the way with the fastest all-reduce, or with that of the settings."""
+        wanted, slowest = self._config.allreduce, way.time.compute + way.time.waiting
+        ways = [way]
+        for name, costs in all_reduces_of(work, way.costs, self._cluster).items():
+            before, after = (each.after_passes(self._batch_size, slowest) for each in (way.costs, costs))
+            took = replace(way.time, communication=way.time.communication - before + after)
+            ways.append(
+                replace(way, candidate=replace(way.candidate, allreduce=name), time=took, costs=costs)
+            )
+        if wanted in (None, "auto"):
+            best = best_all_reduce(ways)
+            return best if wanted is None else replace(best, candidate=way.candidate)
+        return next((each for each in ways if each.candidate.allreduce == wanted), way)
 
 
 def _anywhere(candidate: Candidate) -> Candidate:

@@ -35,7 +35,8 @@ from evener.tools.plan.candidates import (
 from evener.tools.plan.costs import StepCosts, StepTime, step_time
 from evener.tools.plan.local_steps_way import fastest_by_local_steps
 from evener.tools.plan.measured import costs_of, spread_of
-from evener.tools.plan.result import TrainingPlan, Way
+from evener.tools.plan.result import TrainingPlan, Way, best_all_reduce
+from evener.tools.plan.sum_trials import SumTimes, with_all_reduces
 from evener.tools.plan.trials import Refusal, Trial, run_trials
 from evener.tools.plan.work import knowable
 from evener.training.builtin_tasks import BUILT_IN
@@ -126,7 +127,10 @@ def ways_of(calibration: Calibration, config: RunConfig, batch_size: int) -> lis
         and (candidate.ranks == 1 or config.strategy_option in ((), candidate.options))
         and (candidate.ranks == 1 or config.mesh in (None, candidate.mesh))
     ]
-    return sorted(ways, key=lambda way: way.time.seconds)
+    alike = dict[Candidate, list[Way]]()
+    for way in ways:  # the default all-reduce first, as in the calibration
+        alike.setdefault(replace(way.candidate, allreduce=None), []).append(way)
+    return sorted(map(best_all_reduce, alike.values()), key=lambda way: way.time.seconds)
 
 
 def calibrate(
@@ -149,12 +153,13 @@ def calibrate(
     asked = {ranks: _asked(ranks, config, batch_size) for ranks in numbers}
     each = (seconds - START_SECONDS * len(numbers)) / sum(map(len, asked.values())) - SETUP_SECONDS
     each = min(TRIAL_SECONDS[1], max(TRIAL_SECONDS[0], each))
-    found, refused = list[Trial](), dict[str, str]()
+    found, refused, sums = list[Trial](), dict[str, str](), dict[int, SumTimes]()
     began, hopeless = time.monotonic(), set[str]()
     for place, ranks in enumerate(numbers):
         left = max(0.0, seconds - (time.monotonic() - began)) / (len(numbers) - place)
         wanted = [pair for pair in asked[ranks] if pair[0].strategy not in hopeless]
-        trials, reasons = _tried(task, options, config, wanted, each, left)
+        trials, reasons, timed = _tried(task, options, config, wanted, each, left)
+        sums |= {each.ranks: each for each in timed}
         hopeless |= {pair[0].strategy for pair in wanted if pair[0].words in reasons} & set(SPECIAL)
         refused |= reasons
         found += trials
@@ -163,6 +168,7 @@ def calibrate(
     }
     spread = spread_of(tried.values())
     costs = {candidate: costs_of(trials, spread) for candidate, trials in tried.items()}
+    costs = with_all_reduces(costs, sums, batch_size)
     refused = {name: why for name, why in refused.items() if name not in {each.words for each in costs}}
     devices = tuple(accelerators.name_of(each) or each.type for each in _devices(kind, max(numbers)))
     about = (devices, load, this_machine(), counted_settings(config))
@@ -183,16 +189,17 @@ def _tried(
     asked: list[tuple[Candidate, int]],
     seconds: float,
     most_seconds: float,
-) -> tuple[list[Trial], dict[str, str]]:
+) -> tuple[list[Trial], dict[str, str], list[SumTimes]]:
     plain = config.replace(
         throttle=None, throttle_at=(), balance="equal", memory_limit=None, memory_limit_at=()
     )
     try:
         found = run_trials(task, options, plain, asked, seconds, most_seconds)
     except EvenerError as error:  # a rank died, or waited in vain
-        return [], {asked[0][0].words: str(error)}
+        return [], {asked[0][0].words: str(error)}, []
     refused = {each.candidate.words: each.reason for each in found if isinstance(each, Refusal)}
-    return [each for each in found if isinstance(each, Trial)], refused
+    sums = [each for each in found if isinstance(each, SumTimes)]
+    return [each for each in found if isinstance(each, Trial)], refused, sums
 
 
 def predicted(costs: StepCosts, candidate: Candidate, config: RunConfig, batch_size: int) -> StepTime:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from evener.core.config.sizes import size_words
@@ -13,6 +14,9 @@ from evener.tools.plan.costs import QUANTILES, StepCosts, StepTime
 
 WORTH = 0.05
 """A further device is worth it if it adds at least this part of the speed."""
+WORTH_NAMING = 0.05
+"""Another all-reduce than the default is chosen if it saves at least this part of a step: what is predicted of two is
+about that uncertain."""
 HEADROOM = 0.01
 """This part of a memory limit stays free. The estimate leaves out the numbers of the samples, 16 bytes for each."""
 
@@ -30,6 +34,8 @@ class Way:
     """Bytes that it has. None if there is no limit."""
     algorithm: str = ""
     """What makes it another training than that of one device; else empty."""
+    all_reduces: Mapping[str, float] = field(default_factory=dict)
+    """For each all-reduce that was compared, the seconds of communication in a step. "default" is one of them."""
 
     @property
     def lacking(self) -> int:
@@ -57,7 +63,19 @@ class Way:
             "fits": self.fits,
             "measured": self.costs.is_measured,
             "algorithm": self.algorithm,
+            "all_reduces": dict(self.all_reduces),
         }
+
+
+def best_all_reduce(ways: Sequence[Way]) -> Way:
+    """Returns the fastest of ways that differ in their all-reduce alone: the first, unless another is worth naming."""
+    first, best = ways[0], min(ways, key=lambda way: way.time.seconds)
+    if best.time.seconds > (1 - WORTH_NAMING) * first.time.seconds:
+        best = first
+    if len(ways) == 1:
+        return best
+    named = {way.candidate.allreduce or "default": way.time.communication for way in ways}
+    return replace(best, all_reduces=named)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,10 @@ def _way(plan: TrainingPlan, way: Way, explain: bool) -> Iterator[str]:
         terms = ", ".join(f"{name} {seconds_text(took)}" for name, took in way.time.terms.items() if took)
         setup = f"; {seconds_text(way.costs.setup)} until the first step is done" if way.costs.setup else ""
         yield f"{'':>12}  {terms}; shares {' + '.join(map(str, way.time.shares))}{setup}"
+        if way.all_reduces:
+            fastest = sorted(way.all_reduces.items(), key=lambda each: each[1])
+            terms = ", ".join(f"{name} {seconds_text(took)}" for name, took in fastest)
+            yield f"{'':>12}  communication by all-reduce: {terms}"
 
 
 def _other_algorithm(plan: TrainingPlan, explain: bool) -> Iterator[str]:

@@ -20,7 +20,10 @@ from evener.core.task.task import Task, TaskLike, resolve
 from evener.distributed.launch.launch import launch
 from evener.distributed.session import Session
 from evener.errors import EvenerError
+from evener.strategies.ddp import DdpSum
+from evener.strategies.synchronizer import Synchronizer
 from evener.tools.plan.candidates import Candidate
+from evener.tools.plan.sum_trials import SumTimes, time_sums
 from evener.training.builtin_tasks import BUILT_IN
 from evener.training.engine import Engine
 
@@ -51,6 +54,9 @@ class Trial:
     """For each rank, the wait for samples."""
     setup: float
     """From the start to the end of the first step."""
+    bucket_nbytes: int = 0
+    """Bytes of a bucket of ``ddp``, and of all gradients. 0 with other strategies."""
+    gradient_nbytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -77,7 +83,7 @@ def run_trials(
     asked: Sequence[tuple[Candidate, int]],
     seconds: float,
     most_seconds: float,
-) -> list[Trial | Refusal]:
+) -> list[Trial | Refusal | SumTimes]:
     """Runs trials one after the other on ranks of this machine.
 
     Args:
@@ -86,7 +92,8 @@ def run_trials(
         most_seconds: No further trial begins after this time.
 
     Returns:
-        The trials, each at most as often as there are rounds, and refusals.
+        The trials, each at most as often as there are rounds, refusals, and the times of all-reduces if ``ddp`` was
+        tried with the default one.
 
     Raises:
         RankError: If a rank died.
@@ -105,10 +112,12 @@ def _on_rank(
     asked: list[tuple[Candidate, int]],
     seconds: float,
     most_seconds: float,
-) -> list[Trial | Refusal]:
+) -> list[Trial | Refusal | SumTimes]:
     built = resolve(task, BUILT_IN, options)()
-    found, refused, began = list[Trial](), dict[Candidate, str](), time.perf_counter()
+    found, refused, sums = list[Trial](), dict[Candidate, str](), list[SumTimes]()
+    began, timed = time.perf_counter(), config.allreduce is None and config.compress is None
     with Session(device=config.device, timeout_seconds=TIMEOUT_SECONDS) as session, quiet():
+        timed &= session.inner_backend is None
         for _ in range(ROUNDS):
             paces = session.control.broadcast_object({each.candidate: each.pace for each in found})
             for candidate, batch_size in sorted(asked, key=lambda pair: paces.get(pair[0], 0.0)):
@@ -121,9 +130,12 @@ def _on_rank(
                         refused[candidate] = str(error)
                     except Exception as error:  # of the model, which may not bear to be divided so
                         refused[candidate] = f"{type(error).__name__}: {error}"
+            usual = next((each for each in found if each.gradient_nbytes), None)
+            if usual is not None and timed and not sums:
+                sums.append(time_sums(session, usual.bucket_nbytes, usual.gradient_nbytes))
     tried = {each.candidate for each in found}
     late = {each for each, reason in refused.items() if reason == NO_TIME and each in tried}
-    return [*found, *(Refusal(*each) for each in refused.items() if each[0] not in late)]
+    return [*found, *(Refusal(*each) for each in refused.items() if each[0] not in late), *sums]
 
 
 @contextmanager
@@ -168,7 +180,15 @@ def _one(
             _medians([counted[place].compute_seconds for place in kept]),
             _medians([counted[place].input_seconds for place in kept]),
             setup,
+            *_sums_of(engine.learner.synchronizer),
         )
+
+
+def _sums_of(synchronizer: Synchronizer) -> tuple[int, int]:
+    """Returns the bytes of a bucket and of all gradients that ``ddp`` sums over the ranks."""
+    if not isinstance(synchronizer, DdpSum):
+        return 0, 0
+    return synchronizer.bucket_bytes, synchronizer.gradient_nbytes
 
 
 def _medians(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:

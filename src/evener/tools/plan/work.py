@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from evener.collectives.schedules.algorithms import ALGORITHMS
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.distributed.mesh import Layout
@@ -58,7 +59,9 @@ class StepWork:
 
 
 def knowable(candidate: Candidate) -> Candidate:
-    """Returns the candidate with stages of equal numbers of layers, if stages would be cut by measured times."""
+    """Returns the candidate with stages of equal numbers of layers, if stages would be cut by measured times, and with
+    the default all-reduce: Evener's others send the same gradients, and hold a few buckets at most."""
+    candidate = replace(candidate, allreduce=None)
     if candidate.strategy == "pipeline" and not candidate.options:
         return replace(candidate, options=("balance=equal",))
     return candidate
@@ -73,7 +76,9 @@ def work_of(task: Task, candidate: Candidate, config: RunConfig, batch_size: int
     Raises:
         ConfigurationError: If the strategy cannot train the task, or it cannot be known before a run.
     """
-    asked = knowable(candidate).config(config.replace(device=kind), batch_size)
+    own = config.allreduce in ALGORITHMS or config.allreduce in ("auto", "two-level")
+    plain = config.replace(device=kind, allreduce=None if own else config.allreduce)
+    asked = knowable(candidate).config(plain, batch_size)
     strategy = strategy_of(asked, candidate.ranks)
     refuse_unknowable(asked, strategy)
     layout = strategy.layout(candidate.ranks, StrategySettings())
