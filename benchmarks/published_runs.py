@@ -4,8 +4,9 @@
 
 - torchtitan's table (pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md): machines of 8 H100 with 96 GB at
   2.4 TB/s, 400 Gbit/s for each GPU between machines, sequences of 8192 words, 2 for each GPU.
-- The degrees of tensor parallelism of the Ultra-Scale Playbook (nanotron/ultrascale-playbook on Hugging Face), of which
-  only the ratios are compared: the model here has 3 billion parameters, and sequences of 4096 words.
+- The degrees of tensor parallelism of the Ultra-Scale Playbook (nanotron/ultrascale-playbook on Hugging Face): 3e9
+  parameters, sequences of 4096 words, as many of them as fit (its second chart), and between machines EFA, which has
+  3,200 Gbit/s on machines of this kind (AWS, P5). The model's sizes are not published; one of 3 billion stands for it.
 
 The efficiency of the cards is fitted to one row. All other rows are predicted with it, by the same code that
 ``evener plan --cluster`` runs. Nothing is run on a GPU.
@@ -41,7 +42,10 @@ FSDP = [
     ("128 GPUs, eager", 128, 5605, 67.0),
 ]
 """Words a second for each GPU, and GiB."""
-TENSOR = {2: 13_923, 4: 12_421, 8: 10_903, 16: 6_246, 32: 2_146}
+TENSOR = {2: (13_923, 3), 4: (12_421, 8), 8: (10_903, 12), 16: (6_246, 16), 32: (2_146, 20)}
+"""By the degree, words a second for each GPU, and sequences of a batch."""
+SUMS_OF_LAYER, HALF = 4, 2
+"""Messages of a layer in Megatron-LM and nanotron, which send bfloat16, as a part of the bytes that Evener sends."""
 NOT_PREDICTED = {
     "8B with float8, 8 and 128 GPUs (8,532; 8,380)": "products in float8 are not counted apart",
     "8B with context parallelism, 32k to 256k words (3,890; 2,540; 1,071; 548)": "float8, and another ring",
@@ -51,12 +55,16 @@ NOT_PREDICTED = {
 }
 
 
-def cluster(machines: int) -> Cluster:
-    """Returns machines of 8 H100, as torchtitan's table describes them."""
+def cluster(machines: int, memory: float = 2.4e12) -> Cluster:
+    """Returns machines of 8 H100, as torchtitan's table describes them.
+
+    Args:
+        memory: Bytes that a card reads and writes in a second.
+    """
     entry, nvlink = find_entry("cards", "H100 SXM")[1], find_entry("links", "NVLink 4")[1]
     inside = PlannedLink(parse_latency(nvlink["latency"]), parse_bandwidth(nvlink["bandwidth"]))
     network = PlannedLink(10e-6, 8 * 50e9)
-    card = PlannedCard("H100", "cuda", entry["flops"], 96 * GIB, 2.4e12, 0, None, False)
+    card = PlannedCard("H100", "cuda", entry["flops"], 96 * GIB, memory, 0, None, False)
     return Cluster((Machine("8 x H100", (card,) * 8, inside, 0),) * machines, network)
 
 
@@ -75,10 +83,12 @@ def of_published_kind(plain: StepWork, again: StepWork) -> StepWork:
     return replace(plain, ranks=tuple(map(between, plain.ranks, again.ranks)))
 
 
-def words_a_second(work: StepWork, batch: int, length: int, efficiency: float) -> float:
+def words_a_second(
+    work: StepWork, batch: int, length: int, efficiency: float, memory: float = 2.4e12
+) -> float:
     """Returns words a second for each GPU."""
     ranks = work.layout.world_size
-    costs = costs_of_work(work, cluster(-(-ranks // 8)), "bfloat16", efficiency)
+    costs = costs_of_work(work, cluster(-(-ranks // 8), memory), "bfloat16", efficiency)
     return batch * length / step_time(costs, batch).seconds / ranks
 
 
@@ -97,27 +107,31 @@ def sharded(ranks: int, recompute: str | None) -> StepWork:
         return work_of(llama_task("8B", LENGTH), candidate, RunConfig(precision="bf16"), EACH * ranks, "cuda")
 
 
+def with_fewer_sums(work: StepWork, layers: int) -> StepWork:
+    """Returns the work with 4 messages a layer, in bfloat16. Evener sums gradients at each divided layer by itself, and
+    in float32, to which it converts and back: 6 bytes of a number are moved each time."""
+    own = work.ranks[0]
+    large = max(own.messages, key=lambda each: each.nbytes)
+    copies = sum(each == large for each in own.messages) * large.nbytes // 4 * 12
+    kept = (replace(large, nbytes=large.nbytes // HALF),) * (SUMS_OF_LAYER * layers)
+    return replace(work, ranks=(replace(own, messages=kept, moved=own.moved - copies),))
+
+
 def tensor_parallel(efficiency: float) -> None:
-    """Prints the degrees of tensor parallelism, with the messages of Evener and with as many as published."""
-    print(
-        "\n| tensor, degree | published | of degree 2 | predicted of it | error | with 4 sums a layer | error |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    """Prints the degrees of tensor parallelism, with the messages of Evener and with those of the published runs."""
+    print("\n| tensor, degree | published | with their sums | error | as Evener sums | error |")
+    print("|---|---|---|---|---|---|")
     size = "3B of alike heads"
     task = llama_task(size, 4096, evener.nn.VocabularyParallelCrossEntropy())
-    base = list[float]()
-    for degree, published in TENSOR.items():
+    memory = parse_bandwidth(find_entry("cards", "H100 SXM")[1]["memory_bandwidth"])
+    for degree, (published, batch) in TENSOR.items():
         candidate = Candidate(degree, "tensor", ("plan=auto,head=vocabulary",))
         with quiet():
-            work = work_of(task, candidate, RunConfig(precision="bf16-true"), EACH, "cuda")
-        own = work.ranks[0]
-        fewer = replace(own, messages=own.messages[: 4 * SIZES[size].layers])
-        kinds = work, replace(work, ranks=(fewer,))
-        rates = [words_a_second(each, EACH, 4096, efficiency) for each in kinds]
-        base, wanted = base or rates, published / TENSOR[2]
-        parts = [rate / first for rate, first in zip(rates, base, strict=True)]
-        cells = [f"{part:.2f} | {part / wanted - 1:+.0%}" for part in parts]
-        print(f"| {degree} | {published:,} | {wanted:.2f} | {' | '.join(cells)} |", flush=True)
+            work = work_of(task, candidate, RunConfig(precision="bf16-true"), batch, "cuda")
+        kinds = with_fewer_sums(work, SIZES[size].layers), work
+        rates = [words_a_second(each, batch, 4096, efficiency, memory) for each in kinds]
+        cells = " | ".join(f"{rate:,.0f} | {rate / published - 1:+.0%}" for rate in rates)
+        print(f"| {degree} | {published:,} | {cells} |", flush=True)
 
 
 def main() -> None:

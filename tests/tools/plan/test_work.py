@@ -7,13 +7,14 @@ import resource
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from evener.core.config.run_config import RunConfig
 from evener.errors import ConfigurationError
-from evener.tools.estimate.traffic import Message
+from evener.tools.estimate.traffic import Message, OperatorCalls, Traffic
 from evener.tools.plan.candidates import Candidate
-from evener.tools.plan.work import StepWork, knowable, work_of
+from evener.tools.plan.work import RankWork, StepWork, knowable, work_of
 from tests.tools.plan.models import adam, classes_task, language_task, mlp
 
 WEIGHTS = 4 * 1732
@@ -115,6 +116,33 @@ def test_samples_and_features_are_divided_together() -> None:
         Message("all_reduce", (0, 2), own),
         Message("broadcast", (0, 1), 4 * (32 + 132)),
     ]
+
+
+def normed(norm: nn.Module, kind: str) -> RankWork:
+    """The work of a norm between two products."""
+    task = classes_task(lambda: nn.Sequential(nn.Linear(16, 256), norm, nn.Linear(256, 4)), 16)
+    return work_of(task, Candidate(1, "single"), RunConfig(), BATCH, kind).ranks[0]
+
+
+def test_a_norm_is_one_operator_on_an_accelerator() -> None:
+    """It reads its input and writes its output; in backward it reads input and gradient and writes one. Less than a
+    tenth of that are weights and the numbers of each row."""
+    cards, none = normed(nn.RMSNorm(256), "cuda"), normed(nn.Identity(), "cuda")
+    once = 4 * BATCH * 256
+    assert 5 * once < cards.moved - none.moved < 5.5 * once
+    own = normed(nn.RMSNorm(256), "cpu")
+    assert own.moved - none.moved > 10 * once, "there it is many operators"
+    assert own.operators > cards.operators + 5
+
+
+def test_what_is_overwritten_is_not_read() -> None:
+    traffic, one, other = Traffic(), torch.zeros(8), torch.zeros(8)
+    with OperatorCalls(traffic):
+        one.copy_(other)
+    assert traffic.moved == 2 * 32
+    with OperatorCalls(traffic):
+        one.add_(other)
+    assert traffic.moved == 2 * 32 + 3 * 32
 
 
 def test_stages_send_each_micro_batch_on_and_back() -> None:

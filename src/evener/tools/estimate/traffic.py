@@ -25,6 +25,8 @@ _KINDS = {
 }
 _ALLOCATE = ("empty", "new_empty", "_unsafe_view", "resize_", "set_")
 """Begins of the names of operators that neither read nor write."""
+_OVERWRITE = ("copy_", "fill_", "zero_")
+"""Operators that do not read the tensor into which they write."""
 _SELECT = ("embedding", "index", "index_select", "gather")
 
 
@@ -126,7 +128,8 @@ def _nbytes_moved(func: Any, args: Any, kwargs: Any, found: Any) -> int:
     name = func.overloadpacket.__name__
     if name.startswith(_ALLOCATE):
         return 0
-    return _nbytes(found) + _nbytes(found if name in _SELECT else (args, kwargs))
+    read = (args[1:] if name in _OVERWRITE else args, kwargs)
+    return _nbytes(found) + _nbytes(found if name in _SELECT else read)
 
 
 def _nbytes(tree: Any) -> int:
