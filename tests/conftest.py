@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 import torch
+from platformdirs import user_cache_path
 
 from tests.ranks import Modules, RankPool
 
@@ -42,6 +44,25 @@ def warm(ranks: Callable[[int], RankPool], tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.chdir(tmp_path)
     return Warm(tmp_path, ranks, monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def cache_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache directory of the tests' own. Measured collectives in it are this user's, for they take long."""
+    home, own = tmp_path_factory.mktemp("cache"), user_cache_path("evener") / "collectives"
+    own.mkdir(parents=True, exist_ok=True)
+    (home / "evener").mkdir()
+    (home / "evener" / "collectives").symlink_to(own)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(home))
+        yield home
+
+
+@pytest.fixture(autouse=True)
+def no_kept_plans(cache_of_tests: Path) -> Iterator[None]:
+    """Runs of a test find no plan of this user or of another test."""
+    yield
+    shutil.rmtree(cache_of_tests / "evener" / "plans", ignore_errors=True)
 
 
 def pytest_configure() -> None:

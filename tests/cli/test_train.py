@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import json
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
 
-from evener.cli.main import parser
+from evener.balance.time_model import Line
+from evener.cli.main import main, parser
 from evener.cli.train import command_that_continues, saying_how_to_continue
+from evener.core.config.run_config import RunConfig
 from evener.errors import InterruptedRunError
+from evener.tools.plan import Calibration, StepCosts, keep
+from evener.tools.plan.calibration import counted_settings, this_machine
+from evener.tools.plan.candidates import Candidate
 
 
 @pytest.mark.parametrize(
@@ -49,3 +57,43 @@ def test_the_command_that_continues_is_a_command() -> None:
 def test_a_run_that_was_stopped_before_it_saved_says_no_command() -> None:
     with pytest.raises(InterruptedRunError, match=r"before any progress$"), saying_how_to_continue(["train"]):
         raise InterruptedRunError("interrupted by SIGINT before any progress", 2)
+
+
+@pytest.fixture
+def plan_of_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A plan that is kept for one rank."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    config = RunConfig(device="cpu", processes=1)
+    costs = {Candidate(1, "single"): StepCosts((Line(0.0, 1e-4),), 1, spread=0.05, sizes=(64,))}
+    machine, settings = this_machine(), counted_settings(config)
+    path = keep(Calibration("digits", 64, costs, machine=machine, settings=settings), "digits", config)
+    assert path is not None
+    return path
+
+
+TRAIN = ("train", "digits", "--device", "cpu", "--processes", "1", "--steps", "9")
+
+
+def test_a_run_takes_the_plan_that_was_kept_and_teaches_it(
+    plan_of_digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(TRAIN) == 0
+    shown = capsys.readouterr()
+    assert f"by {plan_of_digits}: --strategy single --processes 1, 6.4 ms a step" in shown.err
+    assert "and --strategy ddp takes no plan" in shown.err
+    assert "6.4 ms were predicted" in shown.out
+    (learned,) = json.loads(plan_of_digits.read_text())["runs"]
+    assert learned["options"] == "single --processes 1"
+
+
+def test_a_run_says_why_it_goes_without_a_plan(
+    plan_of_digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_of_digits.write_text("{}")
+    assert main(TRAIN) == 0
+    shown = capsys.readouterr()
+    assert f"without a plan: {plan_of_digits} is no plan that can be used" in shown.err
+    assert "predicted" not in shown.out
+    assert plan_of_digits.read_text() == "{}"

@@ -79,8 +79,12 @@ def execute(arguments: argparse.Namespace) -> int:
     if not arguments.memory:
         from evener.tools.plan import plan_text
 
-        plan = _plan(arguments, config)
+        plan, kept = _plan(arguments, config)
         print(plan_text(plan, arguments.top, arguments.explain == ""))
+        if kept is not None:
+            print(
+                f"kept in {kept}: evener train takes the fastest way from now on, but not with --strategy ddp"
+            )
         found["plan"], fits = plan.as_json(), fits and plan.best is not None
     if arguments.json is not None:
         write_json(arguments.json, found)
@@ -130,17 +134,21 @@ def _memory(arguments: argparse.Namespace, config: RunConfig) -> tuple[dict[str,
     return estimate.as_json() | {"limits": limits}, not exceeding
 
 
-def _plan(arguments: argparse.Namespace, config: RunConfig) -> TrainingPlan:
-    from evener.tools.plan import Calibration, calibrate, make_plan, plan_for_cluster, read_cluster
+def _plan(arguments: argparse.Namespace, config: RunConfig) -> tuple[TrainingPlan, Path | None]:
+    """Returns the plan, and the file in which it was kept for later runs."""
+    from evener.tools.plan import Calibration, calibrate, keep, make_plan, plan_for_cluster, read_cluster
 
     task, given, seconds = arguments.task, options.task_options_of(arguments), arguments.budget
     if arguments.cluster:
-        return plan_for_cluster(task, read_cluster(arguments.cluster), config, options=given, seconds=seconds)
+        cluster = read_cluster(arguments.cluster)
+        return plan_for_cluster(task, cluster, config, options=given, seconds=seconds), None
+    kept = None
     if arguments.source:
         calibration = Calibration.read(arguments.source)
     else:
         print(f"trying each way to train for a few steps, about {seconds:.0f} s", file=sys.stderr, flush=True)
         calibration = calibrate(task, config, options=given, seconds=seconds)
+        kept = keep(calibration, task, config, given)
     if arguments.save:
         calibration.save(arguments.save)
-    return make_plan(task, config, options=given, calibration=calibration)
+    return make_plan(task, config, options=given, calibration=calibration), kept

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evener.cli import options
 from evener.cli.parsing import CommandHelp, Parser, path
@@ -16,6 +17,9 @@ from evener.core.config.run_config import RunConfig
 from evener.core.stdio import unheard
 from evener.errors import ConfigurationError, DataError, InterruptedRunError
 from evener.training.reporting.width import fitted
+
+if TYPE_CHECKING:
+    from evener.tools.plan import Way
 
 HELP = CommandHelp(
     "train",
@@ -63,15 +67,15 @@ def execute(arguments: argparse.Namespace) -> int:
     from evener.training.fit import fit
     from evener.training.reporting.terminal import summary_text
 
-    way, load = None, 0.0
-    if arguments.plan is not None:
-        load = load_now()
+    way, load, plan = None, load_now(), arguments.plan
+    if plan is not None:
         given = options.task_options_of(arguments)
         config, way = chosen_way(arguments.plan, config, arguments.task, given)
         if speaks(os.environ):
             print(prediction_text(arguments.plan, way), file=unheard(sys.stderr), flush=True)
-    elif config.memory_limit is not None and arguments.nnodes is None:
-        config = _fitting(arguments, config)
+    elif arguments.nnodes is None:
+        config, way, plan = _by_kept_plan(arguments, config)
+        config = config if way is not None else _fitting(arguments, config)
     if config.run_dir is None:
         config = config.replace(run_dir=_resumed(config))
     with saying_how_to_continue(arguments.given):
@@ -85,7 +89,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if trained.rank == 0:
         print(fitted(summary_text(trained.summary), sys.stdout), flush=True)
         if way is not None and trained.summary.run_dir is not None:
-            print(_beside_prediction(arguments.plan, Path(trained.summary.run_dir), load), flush=True)
+            said = _beside_prediction(arguments, plan, Path(trained.summary.run_dir), load)
+            print(said, flush=True)
         if arguments.json:
             write_json(arguments.json, as_json(trained.summary))
     return 0
@@ -101,18 +106,44 @@ def _fitting(arguments: argparse.Namespace, config: RunConfig) -> RunConfig:
     return config
 
 
-def _beside_prediction(plan: Path, run: Path, load: float) -> str:
-    """Returns a line that has what the steps of a run took, and what was predicted. The plan learns from the run.
+def _by_kept_plan(
+    arguments: argparse.Namespace, config: RunConfig
+) -> tuple[RunConfig, Way | None, Path | None]:
+    """Returns the settings by a plan that an earlier command has kept for this task, if there is one."""
+    from evener.tools.plan import Calibration, cached_way
+    from evener.tools.plan.text import kept_text
+
+    said = ""
+    try:
+        found = cached_way(arguments.task, config, options.task_options_of(arguments))
+        if found is not None:
+            said = kept_text(found[2], Calibration.read(found[2]).made, found[1])
+    except (ConfigurationError, DataError) as error:
+        found, said = None, f"without a plan: {error}"
+    except Exception:  # of the task, which the ranks build and explain
+        found = None
+    if said and speaks(os.environ):
+        print(said, file=unheard(sys.stderr), flush=True)
+    return found or (config, None, None)
+
+
+def _beside_prediction(arguments: argparse.Namespace, plan: Path, run: Path, load: float) -> str:
+    """Returns a line that has what the steps of a run took, and what was predicted. The plan learns from the run, and
+    one that was named is kept for later runs.
 
     Args:
         load: The number of programs that wanted to compute before it began.
     """
-    from evener.tools.plan import Calibration, compared_step, with_run
+    from evener.tools.plan import Calibration, compared_step, keep, with_run
 
     try:
         calibration = Calibration.read(plan)
         found = compared_step(calibration, run)
-        with_run(calibration, found, found.batch_size, load).save(plan)
+        learned = with_run(calibration, found, found.batch_size, load)
+        learned.save(plan)
+        if arguments.plan is not None:
+            given = options.config_of(arguments), options.task_options_of(arguments)
+            keep(learned, arguments.task, *given)
     except (ConfigurationError, DataError) as error:
         return f"  not compared with the plan: {error}"
     except OSError as error:

@@ -55,6 +55,13 @@ def name_of(device: torch.device) -> str:
     return "" if say is None else str(say(device))
 
 
+def whole_memory_of(device: torch.device) -> int | None:
+    """Returns the bytes of the device's memory by its properties, which takes none of it. None if they do not say."""
+    say = getattr(_module(device), "get_device_properties", None) if is_accelerator(device) else None
+    found = None if say is None else getattr(say(device), "total_memory", None)
+    return None if found is None else int(found)
+
+
 def memory_of(device: torch.device) -> tuple[int, int] | None:
     """Returns the free and the total memory in bytes. Returns None if the device does not report them, as MPS before
     torch 2.14, which uses the host's memory.

@@ -13,6 +13,7 @@ import evener
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.tools.plan import fitting_strategy
+from evener.tools.plan.fitting import card_nbytes
 
 
 def wide() -> Task:
@@ -57,6 +58,44 @@ def test_sharded_weights_fit_where_whole_ones_do_not(needed: dict[str, int]) -> 
     assert "ddp" in words
     smallest, _ = fitting_strategy(wide, settings(memory_limit=str(needed["zero=3"])))
     assert smallest.strategy_option == ("zero=3",)
+
+
+def on_cards(monkeypatch: pytest.MonkeyPatch, nbytes: int | None) -> None:
+    """Lets ranks of this machine have memory of their own, as on accelerators."""
+    monkeypatch.setattr("evener.tools.plan.fitting.kind_taken", lambda _: "cuda")
+    monkeypatch.setattr("evener.tools.plan.fitting.card_nbytes", lambda kind, rank: nbytes)
+
+
+def test_the_memory_of_an_accelerator_is_a_limit(
+    needed: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cards(monkeypatch, needed["ddp"] - 1)
+    config, words = fitting_strategy(wide, settings())
+    assert config.strategy == "sharded"
+    assert "ddp" in words
+    for nbytes in (needed["ddp"], None):
+        on_cards(monkeypatch, nbytes)
+        assert fitting_strategy(wide, settings()) == (settings(), "")
+
+
+def test_a_small_model_with_large_samples_is_not_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its samples are computed in pieces if memory lacks. Weights and state of this one take 8 MiB."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr("evener.tools.plan.fitting.estimate_memory", refuse)
+    on_cards(monkeypatch, 17 << 20)
+    assert fitting_strategy(wide, settings()) == (settings(), "")
+
+
+def test_the_memory_of_a_card_leaves_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evener.hardware.accelerators.whole_memory_of", lambda device: 80 << 30)
+    found = card_nbytes("cuda", 0)
+    assert found is not None
+    assert 74 << 30 < found < 75 << 30
+    monkeypatch.setattr("evener.hardware.accelerators.whole_memory_of", lambda device: None)
+    assert card_nbytes("cuda", 0) is None
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ MEANINGS = {
         "shakespeare": "a small transformer over the characters of a text file, --data-dir FILE",
     },
     "strategy": {
-        "auto": "ddp, or single for one rank",
+        "auto": "what evener plan has found for this run, else ddp, or single for one rank",
         "single": "one device",
         "ddp": "a replica of the model on each rank, gradients summed while backward runs (DDP)",
         "sharded": "optimizer state, gradients or weights divided over the ranks (FSDP, ZeRO 1 to 3)",

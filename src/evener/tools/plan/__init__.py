@@ -12,6 +12,7 @@
 ``costs``        the time of a step that follows from costs, for any batch and any shares
 ``plan``         makes a plan for this machine, ``for_cluster`` for others
 ``choice``       takes the fastest way of a saved calibration for a run
+``cache``        plans that were kept, which runs find by themselves
 ``fitting``      a strategy for a model that does not fit with the default one
 ``comparison``   a run beside its prediction
 ``learning``     lets a calibration learn from runs
@@ -20,6 +21,7 @@
 ===============  ================================================================================
 """
 
+from evener.tools.plan.cache import cached_way, keep
 from evener.tools.plan.calibration import Calibration
 from evener.tools.plan.choice import chosen_way
 from evener.tools.plan.cluster import Cluster
@@ -41,10 +43,12 @@ __all__ = [
     "StepTime",
     "TrainingPlan",
     "Way",
+    "cached_way",
     "calibrate",
     "chosen_way",
     "compared_step",
     "fitting_strategy",
+    "keep",
     "load_now",
     "make_plan",
     "plan_for_cluster",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,9 @@ class Calibration:
     """The settings of the trials on which the time or the memory of a step depends."""
     runs: tuple[PastRun, ...] = ()
     """The runs from which the calibration has learned, the oldest first."""
+    structure: str = ""
+    """Fingerprint of what the task builds, and when the trials were made, of one that was kept for later runs."""
+    made: str = ""
 
     def check(self, task: str, config: RunConfig) -> None:
         """Raises ConfigurationError if the trials were of another task, or with other settings."""
@@ -97,6 +101,8 @@ class Calibration:
             if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
                 raise ValueError(f"it is not of the format {FORMAT}")
             costs = {_candidate(each["candidate"]): _costs(each["costs"]) for each in values.pop("costs")}
+            for candidate, each in costs.items():
+                _check_costs(candidate, each)
             runs = tuple(PastRun(**each) for each in values.pop("runs", ()))
             return cls(costs=costs, runs=runs, **values | {"devices": tuple(values["devices"])})
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -126,6 +132,17 @@ def _costs(values: dict[str, Any]) -> StepCosts:
     lines = {name: _line(values[name]) for name in ("blocking", "rest", "input")}
     compute = tuple(_line(each) for each in values["compute"])
     return StepCosts(**values | lines | {"compute": compute, "sizes": tuple(values["sizes"])})
+
+
+def _check_costs(candidate: Candidate, costs: StepCosts) -> None:
+    """Raises ValueError for numbers that only an edited file has."""
+    lines = [*costs.compute, costs.blocking, costs.rest, costs.input]
+    numbers = [number for line in lines for number in (line.overhead_seconds, line.seconds_per_sample)]
+    numbers += [costs.hidden, costs.exposed, costs.update, costs.bubble, costs.spread, costs.setup]
+    if not all(0 <= number < math.inf for number in numbers):
+        raise ValueError(f"the costs of {candidate.words} have a number that is not at least 0 and finite")
+    if len(costs.compute) != candidate.ranks or not 1 <= costs.parts <= candidate.ranks:
+        raise ValueError(f"the costs of {candidate.words} are not those of {candidate.ranks} ranks")
 
 
 def _line(values: dict[str, Any]) -> Line:

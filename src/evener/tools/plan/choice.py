@@ -48,18 +48,34 @@ def chosen_way(
             "evener plan TASK --save"
         )
     calibration.check(resolve(task, BUILT_IN, options)().name, config)
-    batch_size = config.batch_size or calibration.batch_size
+    return settings_by_plan(path, calibration, config, config.batch_size or calibration.batch_size)
+
+
+def settings_by_plan(
+    path: Path, calibration: Calibration, config: RunConfig, batch_size: int, ranks: int | None = None
+) -> tuple[RunConfig, Way]:
+    """Returns the settings of a run in the fastest way that has taken steps with so many samples, and that way.
+
+    Args:
+        path: The file of the calibration, for messages.
+        ranks: The number of ranks. None for any that the settings allow.
+
+    Raises:
+        ConfigurationError: If no way counts.
+    """
     world_size = detect().world_size
     ways = [
         way
         for way in ways_of(calibration, config, batch_size)
-        if max(way.costs.sizes) >= batch_size and world_size in (1, way.candidate.ranks)
+        if max(way.costs.sizes) >= batch_size
+        and world_size in (1, way.candidate.ranks)
+        and ranks in (None, way.candidate.ranks)
     ]
     if not ways:
         tried = max((size for costs in calibration.costs.values() for size in costs.sizes), default=0)
-        ranks = f" on {world_size} ranks" if world_size > 1 else ""
+        where = f" on {world_size} ranks" if world_size > 1 else ""
         raise ConfigurationError(
-            f"{path} has no way that was tried with batches of {batch_size}{ranks} and these settings, and none with "
+            f"{path} has no way that was tried with batches of {batch_size}{where} and these settings, and none with "
             f"more than {tried}: make a plan for this batch size"
         )
     best = ways[0]

@@ -26,6 +26,7 @@ from evener.tools.plan.candidates import (
     numbers_of_ranks,
 )
 from evener.tools.plan.cluster import Cluster
+from evener.tools.plan.fitting import ROOM
 from evener.tools.plan.local_steps_way import by_local_steps
 from evener.tools.plan.plan import predicted, samples_of
 from evener.tools.plan.result import TrainingPlan, Way, best_all_reduce
@@ -38,9 +39,6 @@ SECONDS = 50.0
 """About how long it may take."""
 SLOW_MESSAGES = 0.2
 """Local steps are proposed if messages take more than this part of a step."""
-ROOM = 0.95
-"""The part of a card's memory that a plan uses: PyTorch's allocator leaves gaps."""
-
 _MOST_OWNERS = 1024
 """Over more ranks, weights are only divided within machines."""
 _SLOW_TO_PREDICT = (("zero=1",), ("zero=2",))

@@ -32,6 +32,11 @@ def load_now() -> float:
         return os.getloadavg()[0]
 
 
+def is_busy(load: float) -> bool:
+    """Returns True if so many other programs want to compute that times are uncertain."""
+    return load > BUSY * usable_cores()
+
+
 def with_run(calibration: Calibration, found: ComparedStep, batch_size: int, load: float) -> Calibration:
     """Returns the calibration after a run.
 
@@ -39,7 +44,7 @@ def with_run(calibration: Calibration, found: ComparedStep, batch_size: int, loa
         found: The run beside the prediction of ``calibration``.
         load: The number of programs that wanted to compute before it began.
     """
-    counts = load <= BUSY * usable_cores()
+    counts = not is_busy(load)
     run = PastRun(found.candidate.words, batch_size, found.predicted.seconds, found.seconds, load, counts)
     runs = (*calibration.runs, run)
     if not counts:

@@ -125,6 +125,11 @@ def prediction_text(plan: Path, way: Way) -> str:
     return f"by {plan}: --strategy {way.candidate.words}, {took} a step ({low} to {high})"
 
 
+def kept_text(path: Path, made: str, way: Way) -> str:
+    """Returns a line for the header of a run that trains by a plan that was kept."""
+    return f"{prediction_text(path, way)}; planned {made}, and --strategy ddp takes no plan"
+
+
 def _at_scale(plan: TrainingPlan) -> Iterator[str]:
     cost = plan.at_scale
     if cost is None:
