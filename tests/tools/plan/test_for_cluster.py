@@ -103,6 +103,22 @@ def test_activations_that_do_not_fit_lead_to_less_memory(long: TrainingPlan) -> 
     assert long.best == pieces
 
 
+def test_unequal_cards_own_parts_by_their_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """1.2 billion weights take 4.8 GB on each card, as do gradients; the moments of AdamW, 9.6 GB, are divided."""
+    task = classes_task(lambda: wide(20_000, 3), 20_000, 16, adam)
+    pair = cluster(tmp_path_factory, '[[machines]]\ncards = ["RTX 3090", "RTX 3080"]')
+    options = ("zero=2",)
+    plan = plan_for_cluster(lambda: task, pair, strategy="sharded", strategy_option=options, processes=2)
+    found = way(plan, "sharded", 2)
+    assert found.candidate.options == ("zero=2", "shard_sizes=21,8")
+    assert found.limit is not None
+    assert found.needed is not None
+    assert found.limit < 10 * GIB, "the smaller card lacks the most"
+    whole, moments = 4 * 1.2e9, 8 * 1.2e9
+    assert whole + moments * 8 / 29 < found.needed < 2 * whole + moments * 8 / 29 + GIB
+    assert whole + moments / 2 + whole / 2 > found.limit, "equal parts would not fit at all"
+
+
 # Speed
 
 

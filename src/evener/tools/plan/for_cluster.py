@@ -41,8 +41,9 @@ SLOW_MESSAGES = 0.2
 """Local steps are proposed if messages take more than this part of a step."""
 _MOST_OWNERS = 1024
 """Over more ranks, weights are only divided within machines."""
-_SLOW_TO_PREDICT = (("zero=1",), ("zero=2",))
-"""Options of ways with a message for each rank and bucket, which come after the others."""
+_OF_OWNERS = {"zero=1", "zero=2"}
+"""Options of ways in which ranks own parts of the weights, of any sizes. They have a message for each rank and bucket,
+take long to predict, and come after the others."""
 
 
 def plan_for_cluster(
@@ -135,9 +136,10 @@ class _Search:
     def compare(self, ranks: int) -> None:
         """Predicts the ways on a number of ranks."""
         queue = _candidates(ranks, self._config, len(self._cluster.machines[0].cards))
+        queue = [self._by_memory(each) for each in queue]
         given = self._config.samples_at_once is not None or self._config.recompute is not None
         usual = queue[0] if len(queue) == 1 else Candidate(ranks, "sharded", ("zero=3",))
-        queue.sort(key=lambda each: (_stages(each), each.options in _SLOW_TO_PREDICT))
+        queue.sort(key=lambda each: (_stages(each), not _OF_OWNERS.isdisjoint(each.options)))
         while queue:
             candidate = queue.pop(0)
             if candidate.strategy not in self._hopeless:
@@ -157,9 +159,24 @@ class _Search:
         except ValueError:  # replicas that lie across machines
             return None
 
+    def _rooms(self, ranks: int) -> list[int]:
+        """Returns the bytes that each rank has for tensors."""
+        cards = [card for _, card in self._cluster.ranks[:ranks]]
+        return [int((card.memory_nbytes - card.workspace_nbytes) * ROOM) for card in cards]
+
+    def _by_memory(self, candidate: Candidate) -> Candidate:
+        """Returns the way in which ranks with unequal memory own parts in proportion to it, if ranks own parts."""
+        rooms = self._rooms(candidate.ranks)
+        owned = candidate.strategy == "sharded" and len(candidate.options) == 1 and candidate.mesh is None
+        if not owned or len(set(rooms)) == 1 or _OF_OWNERS.isdisjoint(candidate.options):
+            return candidate
+        sizes = ",".join(str(max(1, round(room / 2**30))) for room in rooms)
+        return replace(candidate, options=(*candidate.options, f"shard_sizes={sizes}"))
+
     def _predict(self, candidate: Candidate) -> None:
         cards = [card for _, card in self._cluster.ranks[: candidate.ranks]]
-        limit = int(min(card.memory_nbytes - card.workspace_nbytes for card in cards) * ROOM)
+        rooms = self._rooms(candidate.ranks)
+        limit = min(rooms)
         began, words = time.monotonic(), candidate.words
         least = self._replica if candidate.strategy == "single" else self._least.get(_anywhere(candidate), 0)
         if least > limit:
@@ -172,7 +189,13 @@ class _Search:
             return
         try:
             with quiet():
-                work = work_of(self._task, candidate, self._config, self._batch_size, cards[0].kind)
+                divided = len(candidate.options) > 1 and not _OF_OWNERS.isdisjoint(candidate.options)
+                looked_at = [rooms.index(room) for room in set(rooms)] if divided else [0]
+                work_at = partial(
+                    work_of, self._task, candidate, self._config, self._batch_size, cards[0].kind
+                )
+                works = {rank: work_at(rank) for rank in looked_at}
+            work = max(works.values(), key=lambda each: each.ranks[0].optimizer)
             costs = costs_of_work(work, self._cluster, _dtype(self._config), self._efficiency)
         except Exception as error:  # of the model, too, which may not bear to be divided so
             named = "" if isinstance(error, EvenerError) else f"{type(error).__name__}: "
@@ -183,6 +206,10 @@ class _Search:
         unlike = len({card.name for card in cards}) > 1
         config = self._config.replace(balance=balance_of(self._config, costs.parts, unlike))
         needed = max(each.needed for each in work.ranks)
+        if divided:
+            lacking = {rank: each.ranks[0].needed - rooms[rank] for rank, each in works.items()}
+            worst = max(lacking, key=lambda rank: lacking[rank])
+            needed, limit = works[worst].ranks[0].needed, rooms[worst]
         self._least[_anywhere(candidate)] = needed
         if candidate.ranks > MANY:
             self._works[candidate] = work

@@ -67,11 +67,14 @@ def knowable(candidate: Candidate) -> Candidate:
     return candidate
 
 
-def work_of(task: Task, candidate: Candidate, config: RunConfig, batch_size: int, kind: str) -> StepWork:
+def work_of(
+    task: Task, candidate: Candidate, config: RunConfig, batch_size: int, kind: str, rank: int = 0
+) -> StepWork:
     """Returns what a step takes.
 
     Args:
         kind: The kind of device, for which sizes are rounded.
+        rank: The rank that is looked at, unless there are several stages.
 
     Raises:
         ConfigurationError: If the strategy cannot train the task, or it cannot be known before a run.
@@ -83,6 +86,7 @@ def work_of(task: Task, candidate: Candidate, config: RunConfig, batch_size: int
     refuse_unknowable(asked, strategy)
     layout = strategy.layout(candidate.ranks, StrategySettings())
     stages = layout.slices(["pipeline"])[0]
+    stages = stages if len(stages) > 1 else (rank,)
     if len(stages) > MOST_STAGES:
         raise ConfigurationError(f"a pipeline of {len(stages)} stages: at most {MOST_STAGES} are planned")
     with _older_objects_set_apart(), refusals_not_logged():
