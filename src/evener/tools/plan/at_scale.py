@@ -13,7 +13,6 @@ follow it a round apart. So a step costs ``p log p``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -243,11 +242,6 @@ class CostAtScale:
     goodput: float
     """Expected share of time in which steps count, with that interval."""
 
-    @property
-    def useful_samples_per_second(self) -> float:
-        """Samples that count in a second of the run: stalls, recoveries and repeated steps are taken off."""
-        return self.samples_per_second * self.goodput
-
 
 def steps_at_scale(
     model: ScaleModel, ranks: int, algorithm: str = "ring-tree", steps: int = 20, seed: int = 0
@@ -301,34 +295,3 @@ def steps_at_scale(
         checkpoint_interval_seconds=interval,
         goodput=expected_goodput(interval, model.checkpoint_stall_seconds, model.recovery_seconds, mtbf),
     )
-
-
-def curve(
-    model: ScaleModel,
-    ranks: Sequence[int],
-    algorithm: str = "ring-tree",
-    steps: int = 20,
-    seed: int = 0,
-) -> tuple[CostAtScale, ...]:
-    """Returns the costs for each number of ``ranks``; see :func:`steps_at_scale`."""
-    return tuple(steps_at_scale(model, number, algorithm, steps, seed) for number in ranks)
-
-
-def largest_worthwhile(costs: Sequence[CostAtScale], least: float = 0.5) -> CostAtScale:
-    """Returns the last of the ``costs`` up to which more ranks are worth it.
-
-    Ranks are worth it if each that is added brings at least ``least`` of the useful samples per second that each of
-    the first number of ranks brings.
-
-    Args:
-        costs: At least one, by ascending number of ranks.
-        least: A share of the rate of the first ranks.
-    """
-    best = costs[0]
-    wanted = least * best.useful_samples_per_second / best.ranks
-    for cost in costs[1:]:
-        gained = cost.useful_samples_per_second - best.useful_samples_per_second
-        if gained < wanted * (cost.ranks - best.ranks):
-            break
-        best = cost
-    return best
