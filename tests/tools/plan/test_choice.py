@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,15 @@ def test_ranks_of_another_launcher_are_as_many_as_they_are(
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigurationError, match="on 3 ranks"):
         chosen(saved, RunConfig())
+
+
+def test_ways_that_do_not_go_with_the_settings_are_passed_over(tmp_path: Path) -> None:
+    """With tensor all ranks compute each sample, so there are no shares to learn."""
+    tensor, quick = Candidate(2, "tensor"), replace(costs(2, 1e-4, 0.0), parts=1)
+    calibration(costs={tensor: quick, DDP: costs(2, 1e-3, 4e-3)}).save(tmp_path / "plan.json")
+    assert chosen(tmp_path / "plan.json", RunConfig())[0].strategy == "tensor"
+    assert chosen(tmp_path / "plan.json", RunConfig(balance="auto"))[0].strategy == "ddp"
+    assert chosen(tmp_path / "plan.json", RunConfig(balance="auto", processes=2))[0].strategy == "ddp"
 
 
 @pytest.mark.parametrize(

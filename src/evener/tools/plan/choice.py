@@ -9,11 +9,12 @@ from typing import Any
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import TaskLike, resolve
 from evener.distributed.environment import detect
-from evener.errors import ConfigurationError
+from evener.errors import ConfigurationError, EvenerError
 from evener.tools.plan.calibration import Calibration, this_machine
 from evener.tools.plan.plan import ways_of
 from evener.tools.plan.result import Way
 from evener.training.builtin_tasks import BUILT_IN
+from evener.training.factory import check_division
 
 
 def chosen_way(
@@ -56,6 +57,9 @@ def settings_by_plan(
 ) -> tuple[RunConfig, Way]:
     """Returns the settings of a run in the fastest way that has taken steps with so many samples, and that way.
 
+    Ways that do not go with the other settings are passed over. If none goes with them, the first is returned, so that
+    the run says why.
+
     Args:
         path: The file of the calibration, for messages.
         ranks: The number of ranks. None for any that the settings allow.
@@ -78,12 +82,25 @@ def settings_by_plan(
             f"{path} has no way that was tried with batches of {batch_size}{where} and these settings, and none with "
             f"more than {tried}: make a plan for this batch size"
         )
-    best = ways[0]
-    chosen = config.replace(
-        strategy=best.candidate.strategy,
-        strategy_option=best.candidate.options,
-        mesh=best.candidate.mesh,
-        allreduce=best.candidate.allreduce or config.allreduce,
-        processes=best.candidate.ranks,
+    asked = [(_as_chosen(config, way), way) for way in ways]
+    return next((each for each in asked if _can_work(each[0], each[1].candidate.ranks)), asked[0])
+
+
+def _as_chosen(config: RunConfig, way: Way) -> RunConfig:
+    chosen = way.candidate
+    return config.replace(
+        strategy=chosen.strategy,
+        strategy_option=chosen.options,
+        mesh=chosen.mesh,
+        allreduce=chosen.allreduce or config.allreduce,
+        processes=chosen.ranks,
     )
-    return chosen, best
+
+
+def _can_work(config: RunConfig, ranks: int) -> bool:
+    """Returns True unless a setting that trials leave out, such as learned shares, does not go with the strategy."""
+    try:
+        check_division(config, ranks)
+    except EvenerError:
+        return False
+    return True
