@@ -109,7 +109,7 @@ def test_unequal_cards_own_parts_by_their_memory(tmp_path_factory: pytest.TempPa
     pair = cluster(tmp_path_factory, '[[machines]]\ncards = ["RTX 3090", "RTX 3080"]')
     options = ("zero=2",)
     plan = plan_for_cluster(lambda: task, pair, strategy="sharded", strategy_option=options, processes=2)
-    found = way(plan, "sharded", 2)
+    found = way(plan, "sharded", 2, micro_batch=None)
     assert found.candidate.options == ("zero=2", "shard_sizes=21,8")
     assert found.limit is not None
     assert found.needed is not None
