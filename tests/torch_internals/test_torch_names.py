@@ -11,6 +11,7 @@ import re
 import struct
 import subprocess
 import sys
+import threading
 import tomllib
 import warnings
 from collections.abc import Iterator
@@ -580,6 +581,24 @@ def test_what_an_operator_writes_into_is_known() -> None:
         assert names.written(torch.ops.aten.add_.Tensor, (a, b), {})[0] is a
         assert not names.written(torch.ops.aten.add.Tensor, (a, b), {})
         assert names.written(torch.ops.aten.add.out, (a, b), {"out": b})[0] is b
+
+
+def test_a_profiler_is_seen_and_records_other_threads() -> None:
+    with borrowed("profiling") as names:
+
+        def work() -> None:
+            with torch.profiler.record_function("in a thread"):
+                torch.ones(3).sum()
+
+        go, thread = threading.Event(), threading.Thread(target=lambda: (go.wait(), work()))
+        thread.start()
+        assert not names.is_profiling()
+        with torch.profiler.profile(**names.all_threads()) as made:
+            assert names.is_profiling()
+            go.set()
+            thread.join()
+        assert not names.is_profiling()
+        assert "in a thread" in {event.key for event in made.key_averages()}
 
 
 @pytest.mark.parametrize("file", FILES)

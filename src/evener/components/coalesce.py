@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import waiting
 
 T = TypeVar("T")
@@ -40,8 +41,9 @@ def in_buckets(items: Iterable[T], nbytes: int, tensor_of: Callable[[T], Tensor]
 def sent_in_buckets(tensors: Iterable[Tensor], send: Callable[[Tensor], Any], nbytes: int) -> None:
     """Passes all dense ``tensors`` to ``send``, which changes them in place, in buckets of about ``nbytes`` bytes."""
     with waiting():
-        for bucket in in_buckets(tensors, nbytes, lambda tensor: tensor):
-            sent_as_one(bucket, send)
+        for number, bucket in enumerate(in_buckets(tensors, nbytes, lambda tensor: tensor)):
+            with named_range("message", number):
+                sent_as_one(bucket, send)
 
 
 def sent_as_one(tensors: Sequence[Tensor], send: Callable[[Tensor], Any]) -> None:

@@ -17,6 +17,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -169,6 +170,11 @@ def in_type(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
             "use another dtype"
         )
     return _COMPLEX[dtype]
+
+
+def as_floating(leaf: Any, dtype: torch.dtype) -> Any:
+    """Returns a tensor with the type of `in_type`. Returns anything else unchanged."""
+    return leaf.to(in_type(leaf, dtype)) if isinstance(leaf, Tensor) else leaf
 
 
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64, torch.float16: torch.complex32}

@@ -240,6 +240,8 @@ class RunSummary:
     sample_seconds: list[float] = field(default_factory=list)
     """Compute time per sample on each rank, the median of the last steps; empty if there are too few steps, or if ranks
     share samples."""
+    profile: str = ""
+    """Description of the recorded profile, with its files; empty if none was asked for."""
     reading: str = ""
     """The rank that waited longest for its batches, and the cause; empty if no rank waited for long."""
 

@@ -27,6 +27,7 @@ import torch
 
 from evener.hardware.accelerators import WITH_STREAMS
 from evener.hardware.async_read import DeferredValue, Readout, ReadyValue
+from evener.hardware.profile_ranges import named_range
 
 _open: list[Stopwatch] = []
 _running: Stopwatch | None = None
@@ -188,9 +189,11 @@ class waiting:  # noqa: N801 # used in every step, where a generator-based conte
     A nested block has no effect: the wait is counted by the outer one.
     """
 
-    __slots__ = ("_watch",)
+    __slots__ = ("_range", "_watch")
 
     def __enter__(self) -> None:
+        self._range = named_range("waiting")
+        self._range.__enter__()
         self._watch = watch = _running
         if watch is not None:
             if not watch._waits:
@@ -203,3 +206,4 @@ class waiting:  # noqa: N801 # used in every step, where a generator-based conte
             watch._waits -= 1
             if not watch._waits:
                 watch.resume()
+        self._range.__exit__(None, None, None)

@@ -37,6 +37,7 @@ from evener.collectives.ddp.hook import hook, power_sgd_hook, power_sgd_state
 from evener.collectives.registry import make
 from evener.distributed.mesh import AXES, DIVIDING_TERMS, Layout, Mesh
 from evener.hardware.async_read import Readout, ReadyValue
+from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import waiting
 from evener.strategies.after_backward import PostBackwardSum, summing_afterwards
 from evener.strategies.base import Strategy
@@ -211,7 +212,7 @@ class DdpCommHook:
         if self.saw_last_bucket:
             self._learner.work_timer.work_done()
             self._learner.has_drawn()
-        with waiting():
+        with waiting(), named_range("all_reduce bucket", bucket.index()):
             return self._send(bucket)
 
     def _named(self, bucket: GradBucket) -> list[tuple[str, Tensor]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from evener.distributed.mesh import DataAxis, Mesh
 from evener.distributed.session import Session
 from evener.errors import DivergenceError
 from evener.hardware.async_read import Readout, ReadyValue
+from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import stopwatch
 from evener.nn.context import Scope, scope
 from evener.nn.fqn import clean_name
@@ -168,7 +169,7 @@ class Learner:
     def convert(self) -> Callable[[Any], Any] | None:
         """Converts floating-point tensors of a batch to the data type of the run. None if they keep their types."""
         dtype = self.settings.dtype
-        return None if dtype is None else lambda leaf: _as_floating(leaf, dtype)
+        return None if dtype is None else partial(model.as_floating, dtype=dtype)
 
     def outputs(self, micro: MicroBatch) -> Tree:
         """Returns the model's outputs in evaluation."""
@@ -238,7 +239,7 @@ class Learner:
             self.updating = step
             self.clipping(parameters, self.mesh)
             lay_out(self.optimizer)
-            with stepping(self.optimizer, self.session.device):
+            with named_range("optimizer"), stepping(self.optimizer, self.session.device):
                 (self.offloaded.updates or self.optimizer).step()
             self.optimizer.zero_grad(set_to_none=True)
         else:
@@ -394,7 +395,3 @@ class Learner:
             self.synchronizer.close()
         if hasattr(self, "mesh"):
             self.mesh.close()
-
-
-def _as_floating(leaf: Any, dtype: torch.dtype) -> Any:
-    return leaf.to(model.in_type(leaf, dtype)) if isinstance(leaf, Tensor) else leaf

@@ -18,6 +18,7 @@ from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.components.trainable import check_trained_alike
 from evener.distributed.mesh import DIVIDING_TERMS
 from evener.errors import ConfigurationError
+from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import waiting
 from evener.strategies.learner import Learner
 from evener.strategies.synchronizer import Synchronizer
@@ -113,8 +114,9 @@ def sum_in_buckets(
         if parameter.grad is None:
             parameter.grad = zeros_of(parameter, parameter in sparse)
     with waiting():
-        for bucket in in_buckets(present, nbytes, _gradient):
-            sum_together([_gradient(p) for p in bucket], all_reduce, key_of(bucket))
+        for number, bucket in enumerate(in_buckets(present, nbytes, _gradient)):
+            with named_range("all_reduce bucket", number):
+                sum_together([_gradient(p) for p in bucket], all_reduce, key_of(bucket))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

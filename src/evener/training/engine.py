@@ -25,7 +25,6 @@ from torch.utils.data import Dataset
 
 from evener import checkpoint
 from evener.balance.base import Balancer
-from evener.checkpoint.weights_file import filler
 from evener.components.build import build_scheduler
 from evener.core.config.kwargs import Settings
 from evener.core.config.run_config import RunConfig
@@ -37,17 +36,16 @@ from evener.data.batch import Batch
 from evener.distributed.session import Session
 from evener.distributed.shm.scoreboard import lent
 from evener.errors import ConfigurationError
-from evener.strategies.base import set_up
 from evener.strategies.buffers import share_buffers
-from evener.strategies.learner import Learner
 from evener.training.activation_checkpoint_tuning import Recomputing
 from evener.training.batches.feed import BatchFeed
 from evener.training.batches.progress import Progress
 from evener.training.builtin_tasks import BUILT_IN
 from evener.training.consistency.replicas import ReplicaCheck
-from evener.training.consistency.startup import agree_on_optimizer, agreement
+from evener.training.consistency.startup import agree_on_optimizer
 from evener.training.evaluation import InputsOnly, examine, predict, record_of
-from evener.training.factory import settings_of, strategy_of
+from evener.training.factory import learner_of
+from evener.training.profiling import StepProfiler
 from evener.training.state.run_state import RunState
 from evener.training.step.exchange import way_to_tell
 from evener.training.step.manual_step import ManualBatch, ManualStep
@@ -86,7 +84,7 @@ class Engine:
             )
             self.batch_size = self.config.batch_size or task.batch_size
             self.epochs = self.config.epochs or (10**9 if self.config.steps else task.epochs)
-            self.learner = learner = self._learner()
+            self.learner = learner = learner_of(task, self.config, self.session)
             undo.callback(learner.close)
             self.observers = Observers(list(observers), self.session.rank)
             self.scheduler = build_scheduler(task, learner.optimizer)
@@ -106,19 +104,14 @@ class Engine:
             self.state = RunState(learner, self.feed, self.scheduler, self.config, self.observers)
             undo.callback(self.state.saver.close)
             self.skips = self.feed.skips
+            about = {"task": task.name, "strategy": learner.name, "batch_size": self.batch_size}
+            self.profiler = StepProfiler(self.config.profile, self.config.run_dir, self.session, about)
+            undo.callback(self.profiler.close)
             self._owned = undo.pop_all()
         self.times = RankTimes()
         self._at_hand = ManualBatch(self.learner, self._by_hand.work_timer)
         self._current: Batch | None = None
         self._upcoming: Batch | None = None
-
-    def _learner(self) -> Learner:
-        """Sets up this rank's learner, after all ranks have checked that they train the same. A collective call."""
-        session = self.session
-        strategy = strategy_of(self.config, session.world_size)
-        settings = settings_of(self.config, strategy, session.world_size)
-        agree, fill = agreement(self.task, self.config, session), filler(self.config)
-        return set_up(strategy, self.task, session, settings, agree, fill)
 
     @property
     def model(self) -> nn.Module:
@@ -166,6 +159,7 @@ class Engine:
         with self.feed.open(self.progress) as loader:
             batch = self._next(loader)
             while batch is not None and not self._reached_last_step():
+                self.profiler.begin(self.steps_done)
                 upcoming = None if self.steps_done + 1 == self.feed.last_step else self._next(loader)
                 self._upcoming, self._current = upcoming, batch
                 taken = self.steps_done

@@ -1,4 +1,5 @@
-"""Builds the parts of a run (strategy, balancer, strategy settings) from its settings, which are words and numbers."""
+"""Builds the parts of a run (strategy, balancer, strategy settings, learner) from its settings, which are words and
+numbers."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from evener.balance.controller import DEFAULT_LOOKAHEAD
 from evener.balance.registry import BALANCERS, decides, fixed_weights, make_balancer
 from evener.balance.shares import parse_max_shares
 from evener.balance.throttle import Throttle
+from evener.checkpoint.weights_file import filler
 from evener.collectives.registry import check_compression, find
 from evener.components.amp.policy import Precision
 from evener.components.compile import Compiling
@@ -20,14 +22,18 @@ from evener.components.memory_limits.limits import MemoryLimits
 from evener.core.config.offload import Offload
 from evener.core.config.recompute import Recompute
 from evener.core.config.run_config import AUTO, RunConfig
+from evener.core.task.task import Task
 from evener.distributed.environment import MIXED
 from evener.distributed.mesh import DataAxis
+from evener.distributed.session import Session
 from evener.errors import ConfigurationError
-from evener.strategies.base import Strategy
+from evener.strategies.base import Strategy, set_up
 from evener.strategies.composed import degrees_of, laid
 from evener.strategies.dataset_view import Reading
 from evener.strategies.interfaces import StrategySettings
+from evener.strategies.learner import Learner
 from evener.strategies.registry import strategies_called
+from evener.training.consistency.startup import agreement
 
 
 def balance_of(config: RunConfig, parts: int, unlike: bool) -> str:
@@ -244,3 +250,10 @@ def check_division(config: RunConfig, world_size: int) -> None:
         check_compression(config.compress, config.allreduce, others=["powersgd"])
     if settings.weights is None:
         balancer_called(balance_of(config, degree, unlike=True), config, degree)
+
+
+def learner_of(task: Task, config: RunConfig, session: Session) -> Learner:
+    """Sets up this rank's learner, after all ranks have checked that they train the same. A collective call."""
+    strategy = strategy_of(config, session.world_size)
+    settings = settings_of(config, strategy, session.world_size)
+    return set_up(strategy, task, session, settings, agreement(task, config, session), filler(config))

@@ -147,9 +147,11 @@ class Run:
                     engine.guard.check_terms(engine.steps_done)
                     tensors = engine.learner.tensors()
                     engine.learner.check_weights(engine.steps_done)
+                    engine.profiler.close()
                     parts = self._session.control.gather_objects(RankPart.of_engine(engine))
                 summary = self._report.summary(parts, tensors)
             except RestartWithStateError:
+                engine.profiler.close()
                 self._end(None)
                 self._held.close()
                 bury(self._owned.pop_all())
@@ -179,6 +181,7 @@ class Run:
 
     def _interrupted(self) -> RunSummary:
         """Returns a summary from what this rank alone knows, because the other ranks may be gone."""
+        self._engine.profiler.close()
         parts = [RankPart.of_engine(self._engine)] * self._session.world_size
         return self._report.summary(parts, named_tensors(self._engine.model), interrupted=True)
 

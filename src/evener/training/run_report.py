@@ -19,6 +19,7 @@ from evener.core.records import RunStart, RunSummary
 from evener.hardware import accelerators
 from evener.strategies.description import describe
 from evener.training.engine import Engine
+from evener.training.profiling import ProfileOutcome, profile_text
 from evener.training.reporting.summary_counters import Clock, SummaryCounters
 from evener.version import evener_version
 
@@ -38,6 +39,7 @@ class RankPart:
     """The peak number of offloaded bytes, by kind."""
     graphs: int
     graph_breaks: int
+    profile: ProfileOutcome | None = None
 
     @classmethod
     def of_engine(cls, engine: Engine) -> RankPart:
@@ -50,6 +52,7 @@ class RankPart:
             learner.offloaded.peaks,
             learner.graphs.made,
             learner.graphs.breaks,
+            engine.profiler.outcome,
         )
 
 
@@ -161,6 +164,7 @@ class RunReport:
             uncompiled=learner.graphs.uncompiled,
             graph_breaks=sum(part.graph_breaks for part in parts),
             skipped_steps=engine.guard.skipped,
+            profile=profile_text([part.profile for part in parts]),
         )
 
 

@@ -69,6 +69,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "keep_best": "and the best one by METRIC, METRIC:min or METRIC:max",
         "save_mode": "async, or blocking: training waits",
         "on_full_disk": "stop, or go-on without records",
+        "profile": "trace N steps of each rank by torch.profiler",
     },
     "faults": {
         "timeout_seconds": "longest wait for other ranks",

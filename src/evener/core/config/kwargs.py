@@ -73,5 +73,6 @@ class Settings(LoopSettings, total=False):
     on_bad_sample: str
     on_full_disk: str
     grace_seconds: float
+    profile: int | None
     overwrite: bool
     weights: str | Path | None

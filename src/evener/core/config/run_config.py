@@ -312,6 +312,11 @@ class RunConfig:
         "longest time in which a run that is asked to stop (SIGTERM, Ctrl-C) may save and end",
         metavar="S",
     )
+    profile: int | None = option(
+        None,
+        "record N steps after the first three with torch.profiler: one trace for each rank, in the run directory",
+        metavar="N",
+    )
     overwrite: bool = option(False, "let the run directory be that of a finished run, which is replaced")
     weights: Path | None = option(
         None, "begin with these weights: safetensors of evener export, or a state_dict", metavar="FILE"
@@ -330,7 +335,7 @@ class RunConfig:
             at_least("processes", self.processes, 1)
         micro_batch = number_or_auto("micro_batch", self.micro_batch, "samples", 1)
         object.__setattr__(self, "micro_batch", micro_batch)
-        for name in ("batch_size", "epochs", "steps", "share_multiple_of", "keep"):
+        for name in ("batch_size", "epochs", "steps", "share_multiple_of", "keep", "profile"):
             at_least(name, getattr(self, name), 1)
         for name in ("evaluate_every", "seed", "check_replicas", "workers"):
             at_least(name, getattr(self, name), 0)

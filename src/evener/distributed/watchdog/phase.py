@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
 from evener.distributed.failure import is_communication_error
 from evener.distributed.signals import asked
+from evener.hardware.profile_ranges import named_range
 
 
 class PhaseMark(NamedTuple):
@@ -32,9 +34,10 @@ class Marked(Protocol):
 
 
 class Phase:
-    """Context manager that marks where the rank is. Created by `Watchdog.phase` and `Watchdog.wait`."""
+    """Context manager that marks where the rank is, also in a profile. Created by `Watchdog.phase` and
+    `Watchdog.wait`."""
 
-    __slots__ = ("_before", "_place", "_watchdog")
+    __slots__ = ("_before", "_place", "_range", "_watchdog")
 
     def __init__(self, watchdog: Marked, place: PhaseMark) -> None:
         self._watchdog, self._place = watchdog, place
@@ -43,6 +46,9 @@ class Phase:
         self._before = self._watchdog.place
         self._watchdog.place = self._place
         self._watchdog.moved()
+        phase = self._place.phase
+        self._range = named_range(phase) if phase != self._before.phase else nullcontext()
+        self._range.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -56,3 +62,4 @@ class Phase:
         finally:
             self._watchdog.place = self._before
             self._watchdog.moved()
+            self._range.__exit__(None, None, None)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from evener.errors import RankTimeoutError
+from evener.hardware.profile_ranges import named_range
 from evener.strategies.asynchronous.buffers import ServerBuffers
 from evener.strategies.asynchronous.ledger import (
     Begun,
@@ -253,9 +254,10 @@ class ParameterServer:
         due = self._batches(self._ledger.merged) - self._batches(sum(map(_size, self._before.merges)))
         schedule, self._scheduled = max(0, due - self._scheduled), max(due, self._scheduled)
         flags = self._has_gradient.tolist()
-        if self._others is not None:
-            self._others.merge(factor, schedule, flags)
-        self._shard.merge(self._step, factor, flags[: self._shard.number], schedule)
+        with named_range("merge of the parameter server"):
+            if self._others is not None:
+                self._others.merge(factor, schedule, flags)
+            self._shard.merge(self._step, factor, flags[: self._shard.number], schedule)
         self._buffers.merge()
         self._all_terms += self._of_merge
         self._all_total += self._total

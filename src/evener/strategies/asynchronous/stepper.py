@@ -35,6 +35,7 @@ from evener.distributed.recovery.replacement import check_recall, may_be_recalle
 from evener.distributed.signals import asked_to_stop
 from evener.errors import ConfigurationError, DataError
 from evener.hardware.async_read import DeferredValue, Readout, ReadyValue, read
+from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import waiting
 from evener.strategies.asynchronous.buffers import WorkerBuffers
 from evener.strategies.asynchronous.flat_parameters import FlatLayout
@@ -258,7 +259,7 @@ class AsynchronousSteps(Plain):
             if first is None:
                 reader.lease(reply.lease.number, range(reply.lease.start, reply.lease.stop))
             began = time.perf_counter()
-            with waiting():
+            with waiting(), named_range("loading a batch"):
                 passes = reader.read()
             self._input_seconds += time.perf_counter() - began
             pushed = self._compute(reply, weights, passes, batch, step)

@@ -25,6 +25,7 @@ from evener.collectives.base import AllReduce, Work, key_of
 from evener.components.coalesce import in_buckets
 from evener.components.gradients import number_of
 from evener.components.sharded_tensor.local import as_held, local
+from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import waiting
 from evener.strategies.learner import Learner
 from evener.strategies.local_steps.replicas import ReplicaSet
@@ -118,7 +119,7 @@ class Merge:
         numbers = torch.stack([torch.tensor(sum(weights), dtype=widest(device), device=device), squares])
         work: list[Work | dist.Work] = []
         if over.all_reduce is not None:
-            with waiting():
+            with waiting(), named_range("merge of fragment", fragment):
                 work = [
                     over.all_reduce(flat, key_of(bucket)) for flat, bucket in zip(flats, buckets, strict=True)
                 ]
@@ -153,7 +154,7 @@ class Merge:
             False if a difference is not finite.
         """
         sent = self._sent.pop(fragment)
-        with waiting():
+        with waiting(), named_range("end of the merge of fragment", fragment):
             for work in sent.work:
                 work.wait()
         self.sent_nbytes += sent.over.newly_sent()
@@ -196,7 +197,8 @@ class Merge:
         own = [local(parameter).detach().clone() for parameter in parameters] if alpha else []
         for parameter in parameters:
             local(parameter).copy_(merged[parameter])
-        self._outer.step()
+        with named_range("outer optimizer"):
+            self._outer.step()
         for parameter in parameters:
             parameter.grad = None
             merged[parameter].copy_(local(parameter))

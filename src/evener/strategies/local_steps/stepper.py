@@ -29,6 +29,7 @@ from evener.data.rounds import LocalBatch, RoundBatch, Rounds
 from evener.distributed.signals import ASKING, asked_to_stop
 from evener.errors import ConfigurationError
 from evener.hardware.async_read import DeferredValue, Readout, ReadyValue, read
+from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import waiting
 from evener.strategies.interfaces import StepOutcome
 from evener.strategies.learner import Learner
@@ -187,7 +188,7 @@ class LocalSteps(Plain):
     def _next(self, passes: Iterator[Batch], number: int) -> tuple[list[MicroBatch], float]:
         """Returns the next passes, and the number of the loss's terms in them."""
         began = time.perf_counter()
-        with waiting():
+        with waiting(), named_range("loading a batch"):
             found = list(islice(passes, number))
         if len(found) < number:
             raise ConfigurationError(

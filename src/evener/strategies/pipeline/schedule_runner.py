@@ -24,6 +24,7 @@ from evener.components.model_with_loss import term_of
 from evener.components.tree_spec import holes_in, put_together, signature, taken_apart
 from evener.data.batch import MicroBatch, map_leaves
 from evener.hardware.async_read import Readout, kept
+from evener.hardware.profile_ranges import named_range
 from evener.nn.attention_dispatch import attending
 from evener.nn.context import Scope, resumed
 from evener.strategies.learner import Learner
@@ -40,6 +41,14 @@ from evener.strategies.pipeline.schedule import (
 )
 from evener.strategies.pipeline.stage_forward import StagedForward
 from evener.torch_internals.autograd import backward_of_inputs, backward_of_weights
+
+_RANGES = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT: "backward of inputs",
+    WEIGHT: "backward of weights",
+}
+"""Names of the actions in a profile."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +128,8 @@ class ScheduleRunner:
 
     def run_action(self, action: Action) -> None:
         """Runs one action of the schedule."""
-        with attending(self._pieces[action.micro].sequence):
+        place = "of stage", action.stage, "micro-batch", action.micro
+        with attending(self._pieces[action.micro].sequence), named_range(_RANGES[action.kind], *place):
             self._actions[action.kind](action.stage, action.micro)
 
     def _begin(self, source: int, action: Action) -> Callable[[], Any]:

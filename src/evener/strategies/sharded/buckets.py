@@ -27,6 +27,7 @@ from evener.errors import ConfigurationError
 from evener.hardware.async_read import Readout, is_late
 from evener.hardware.memory import made_as
 from evener.hardware.memory.counters import BUCKETS
+from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import waiting
 from evener.strategies.sharded.owned_weight import Weight
 
@@ -242,13 +243,13 @@ class BucketRound:
         self._sent += 1
         if self._sent == len(self.buckets):
             self._last_one()
-        with waiting():
+        with waiting(), named_range("reduce_scatter bucket", number):
             self._on_the_way.append((number, self._start(self.buckets[number], filling.flat)))
         if len(self._on_the_way) > MOST_ON_THE_WAY:
             self._add_one()
 
     def _add_one(self) -> None:
         number, pending = self._on_the_way.popleft()
-        with waiting():
+        with waiting(), named_range("end of reduce_scatter bucket", number):
             own = pending()
         self.sums[number] = self.sums[number].add_(own) if number in self.sums else own

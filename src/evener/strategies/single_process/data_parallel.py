@@ -46,6 +46,7 @@ from evener.data.division import by_weights, divide
 from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
 from evener.hardware.async_read import Readout, is_late, read
+from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import stopwatch
 from evener.nn.batch_norm import exact_batch_norm
 from evener.nn.context import Scope, own_scope
@@ -260,10 +261,12 @@ class DeviceReplicas(Stepper):
             watch.start()
             for part in parts:
                 with self._computing(place, part, step) as (micro, scope):
-                    term = replica(micro)
+                    with named_range("forward on device", place):
+                        term = replica(micro)
                     totals.append(term.detach())
                     scope.rewind()
-                    (term / divisor.result()).backward()
+                    with named_range("backward on device", place):
+                        (term / divisor.result()).backward()
             watch.mark()
             return Did(totals, watch.taken())
 

@@ -30,6 +30,7 @@ from evener.components.sharded_tensor.local import is_divided
 from evener.data.batch import Batch
 from evener.errors import ConfigurationError, TaskError
 from evener.hardware.async_read import Readout
+from evener.hardware.profile_ranges import named_range
 from evener.strategies.interfaces import StepOutcome
 from evener.strategies.learner import Learner
 from evener.strategies.steppers.plain import Plain
@@ -123,7 +124,7 @@ class InBackward(Plain):
             self._sound.append(learner.look_at([parameter]))
         learner.updating = self._step
         learner.updated_early.add(parameter)
-        with stepping(learner.optimizer, learner.session.device):
+        with stepping(learner.optimizer, learner.session.device), named_range("optimizer"):
             self._one.step(parameter)
         parameter.grad = None
 

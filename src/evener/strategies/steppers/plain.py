@@ -9,6 +9,7 @@ import torch
 from evener.core.types import Tree
 from evener.data.batch import Batch, MicroBatch
 from evener.hardware.async_read import Readout, kept
+from evener.hardware.profile_ranges import named_range
 from evener.nn.attention_dispatch import attending
 from evener.strategies.interfaces import StepOutcome, Stepper
 from evener.strategies.learner import Learner
@@ -44,10 +45,11 @@ class Plain(Stepper):
     def _pass(self, micro: MicroBatch, last: bool, divisor: Callable[[], float], step: int) -> Readout:
         learner, replica = self._learner, self._learner.replica
         with learner.micro_scope(micro, step) as current, learner.synchronizer.micro_batch(last):
-            term = replica(micro)
+            with named_range("forward"):
+                term = replica(micro)
             total = kept(term)
             current.rewind()
-            with attending(micro.sequence):
+            with attending(micro.sequence), named_range("backward"):
                 # The gradient of term / divisor, with one autograd node less.
                 term.backward(torch.full_like(term, 1 / divisor()))
         return total

@@ -10,6 +10,7 @@ resumed. A directory that has no mark of Evener is refused if a file of the run 
     records.jsonl   a line for each step, evaluation and event, as it happens
     summary.json    the result
     checkpoints/    what the run can resume from
+    profile/        traces of its steps, if they are asked for
     .lock           held while a run writes here
     .evener-owner   the process that does, for the error that another one gets
 """
@@ -61,6 +62,8 @@ _OWNED = "process "
 """First word of the owner file."""
 _LONGEST_OWNER = 1000
 _SUMMARY = "summary.json"
+PROFILE = "profile"
+"""Directory of the traces of `evener.training.profiling`."""
 _WRITTEN = ("config.json", "task.json", RECORDS, _SUMMARY, MARK, CHECKPOINTS)
 """Files and directories that a run writes."""
 
@@ -238,6 +241,8 @@ class Records(Observer):
             (self._path / _SUMMARY).unlink(missing_ok=True)  # an earlier run's; this one's comes at its end
             if self._replaces and not self._goes_on:
                 clear(self._path / CHECKPOINTS)
+                for trace in (self._path / PROFILE).glob("step-*/rank*.json.gz"):
+                    trace.unlink(missing_ok=True)
             write_mark(self._path, {**self._run().as_plain(), "launch": launch_name()})
             write_json(self._path / "config.json", run.settings)
             self._file = RecordFile(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from evener.data.batch import Batch
 from evener.errors import ConfigurationError, DivergenceError
+from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import stopwatch, waiting
 from evener.nn.attention_dispatch import attending
 from evener.nn.context import divided
@@ -71,7 +72,7 @@ class ManualStep:
                 raise DivergenceError(not_finite(f"the loss is {row[0]} in step {step} on rank {rank}"))
         added = self._learner.data.of_contributors(rows)
         sums = [sum(column) for column in zip(*added, strict=True)]
-        with attending(divided()):
+        with attending(divided()), named_range("backward"):
             (total * (1.0 if counts else 0.0) / (sums[1] or 1.0)).backward()  # type: ignore[no-untyped-call]
         self.work_timer.work_done()
         return sums[0] / sums[1] if sums[1] else math.nan
@@ -96,7 +97,8 @@ class ManualStep:
             learner.update(step=step, passes=lambda: self._penalty_passes(step))
             return
         learner.clipping(parameters, learner.mesh)
-        chosen.step()
+        with named_range("optimizer"):
+            chosen.step()
         chosen.zero_grad(set_to_none=True)
 
     def _penalty_passes(self, step: int) -> bool:
