@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from evener.core.losses import Loss, Sum, SumLoss, accuracy, loss
     from evener.core.observer import Observer
     from evener.core.records import RunSummary
+    from evener.core.task.average import Average, ema, swa
     from evener.core.task.task import Task, call_model
     from evener.data.batch import Batch, MicroBatch
     from evener.distributed.launch.launch import launch
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from evener.training.run import Trained
 
 __all__ = [
+    "Average",
     "Batch",
     "Callback",
     "Engine",
@@ -90,6 +92,7 @@ __all__ = [
     "call_model",
     "device",
     "draw",
+    "ema",
     "estimate_memory",
     "fit",
     "gather",
@@ -104,12 +107,16 @@ __all__ = [
     "prepare",
     "rank",
     "save",
+    "swa",
     "verify",
     "verify_script",
     "world_size",
 ]
 
 _HOMES = {
+    "Average": "core.task.average",
+    "ema": "core.task.average",
+    "swa": "core.task.average",
     "Batch": "data.batch",
     "Engine": "training.engine",
     "EvenerError": "errors",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import evener
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.data.batch import map_leaves
@@ -34,6 +35,11 @@ def task_called(name: str) -> Task:
     return task
 
 
+def averaged(task: Task) -> Task:
+    """With an average of the weights, which is evaluated too."""
+    return replace(task, average=evener.ema(0.6, start=1))
+
+
 def run(model: str, how: dict[str, Any], alone: bool = False) -> Outcome:
     """The steps of ``model``; a refusal is an outcome too, so that the ranks stay up."""
     settings = {
@@ -47,7 +53,7 @@ def run(model: str, how: dict[str, Any], alone: bool = False) -> Outcome:
     try:
         with (
             Session("cpu", 60, Environment() if alone else None) as session,
-            Engine(task_called(model), RunConfig(**settings), session=session) as engine,
+            Engine(averaged(task_called(model)), RunConfig(**settings), session=session) as engine,
         ):
             return Outcome(_numbers(engine))
     except EvenerError as error:
@@ -61,6 +67,7 @@ def _numbers(engine: Engine) -> dict[str, Tensor]:
     found |= {f"output {place}": leaf for place, leaf in enumerate(_outputs(engine))}
     state = engine.state_dict()
     found |= {f"weight {name}": value for name, value in state["model"].items() if isinstance(value, Tensor)}
+    found |= {f"average {name}": value for name, value in state["average"].items()}
     for name, entries in state["optimizer"]["state"].items():
         found |= {f"state {name} {key}": v for key, v in entries.items() if isinstance(v, Tensor)}
     return {name: value.detach().clone() for name, value in found.items()}

@@ -46,7 +46,7 @@ class ShardPiece:
     def room(cls, key: str, entry: TensorStorageMetadata, held: HeldState) -> ShardPiece | Tensor:
         """Allocates memory for this rank's part of the saved tensor ``key``."""
         kind, _, name = key.partition("/")
-        name = name if kind == "model" else name.rpartition("/")[0]
+        name = name.rpartition("/")[0] if kind == "optimizer" else name
         piece, parameter = held.slices.get(name), held.model.get(name)
         if (
             piece

@@ -49,10 +49,14 @@ class StoredCheckpoint:
         Args:
             held: The current state, which tells what this rank holds; it is not changed.
         """
-        room = {key: ShardPiece.room(key, entry, held) for key, entry in self._of("model/", "optimizer/")}
+        room = {
+            key: ShardPiece.room(key, entry, held)
+            for key, entry in self._of("model/", "optimizer/", "average/")
+        }
         self.fill(room)
         state: dict[str, Any] = {
             "model": dict(self.rest["model"]),
+            "average": {},
             "optimizer": {
                 **self.rest["optimizer"],
                 "state": {name: dict(entries) for name, entries in self.rest["optimizer"]["state"].items()},
@@ -64,6 +68,13 @@ class StoredCheckpoint:
             if isinstance(value, Tensor) and not isinstance(state["model"].get(name, value), Tensor):
                 raise DataError(f"{self.path} cannot be read as a checkpoint: it has no tensor for {name}")
         return state
+
+    def average(self, held: HeldState) -> dict[str, Tensor]:
+        """Reads this rank's part of the averages of weights; empty if there are none."""
+        room = {key: ShardPiece.room(key, entry, held) for key, entry in self._of("average/")}
+        self.fill(room)
+        pieces = {key: value.held if isinstance(value, ShardPiece) else value for key, value in room.items()}
+        return {key.removeprefix("average/"): value for key, value in pieces.items()}
 
     def random(self, rank: int) -> Tensor | None:
         """Returns the states of the random generators of ``rank``, or None if there was no such rank."""
@@ -101,8 +112,8 @@ class StoredCheckpoint:
 
 def _put(state: dict[str, Any], key: str, value: Tensor) -> None:
     kind, _, name = key.partition("/")
-    if kind == "model":
-        state["model"][name] = value
+    if kind != "optimizer":
+        state[kind][name] = value
         return
     name, _, entry = name.rpartition("/")
     state["optimizer"]["state"].setdefault(name, {})[entry] = value

@@ -115,6 +115,7 @@ _PARTS: dict[str, Check] = {
 }
 _FURTHER: dict[str, Check] = {
     "identity": _is_identity,
+    "averaged": lambda value: _has(value, {"updates": _is_count, "number": _is_count}),
     "kept": is_kept,
     "said": lambda value: _has(value, _SAID),
     **dict.fromkeys(("balancer", "scheduler", "loss_scale"), _is_named),

@@ -38,6 +38,7 @@ from evener.errors import ConfigurationError, DataError
 from evener.nn.fqn import clean_name
 
 _PREFIX = "model/"
+_AVERAGE = "average/"
 _ABOUT = "__metadata__"
 """The key of the metadata in the header of a safetensors file. A tensor cannot have this name."""
 _TYPES = {
@@ -63,28 +64,34 @@ _TYPES = {
 # Export
 
 
-def export(run: Path, to: Path | None = None, *, overwrite: bool = False) -> Path:
+def export(run: Path, to: Path | None = None, *, overwrite: bool = False, average: bool = False) -> Path:
     """Writes the weights of a checkpoint as safetensors and returns the path of the file.
 
     Args:
         run: A checkpoint, or a run directory, whose latest checkpoint is used.
         to: The path of the file; None for ``step-N.safetensors`` in the run directory.
         overwrite: If True, replaces an existing file.
+        average: If True, writes the average of the weights (``Task.average``), to ``step-N-average.safetensors`` if
+            ``to`` is None. What is not averaged, such as integer buffers, is as in the weights.
 
     Raises:
-        ConfigurationError: If there is no checkpoint, or the file exists and ``overwrite`` is False.
+        ConfigurationError: If there is no checkpoint, it has no average, or the file exists and ``overwrite`` is False.
         DataError: If the checkpoint cannot be read, or the model's state in it is not all dense tensors.
         StorageError: If the file cannot be written.
     """
     found = checkpoint.find(run)
     home = found.path.parent
     home = home.parent if home.name == "checkpoints" else home
-    to = to or home / f"{found.path.name}.safetensors"
+    to = to or home / f"{found.path.name}{'-average' if average else ''}.safetensors"
+    if average and not (found.rest.get("averaged") or {}).get("number"):
+        raise ConfigurationError(
+            f"{found.path} has no average of the weights: the run's task keeps none (Task.average), or it had not begun"
+        )
     if to.exists() and not overwrite:
         raise ConfigurationError(
             f"{to} is there already: name another file with --to, or replace it with --overwrite"
         )
-    entries = _entries(found)
+    entries = _entries(found, average)
     if _ABOUT in entries:
         raise DataError(
             f"{found.path} has a weight with the name {_ABOUT}, under which safetensors has none; take the weights "
@@ -94,12 +101,12 @@ def export(run: Path, to: Path | None = None, *, overwrite: bool = False) -> Pat
     with storage_errors(f"the weights cannot be written to {to}"), whole_file(to) as file:
         file.write(_header(entries, about))
         for name in entries:
-            file.write(_bytes(_read(found, name, entries[name])))
+            file.write(_bytes(_read(found, name, entries[name], average)))
     return to
 
 
-def _entries(found: checkpoint.StoredCheckpoint) -> dict[str, TensorStorageMetadata]:
-    """Returns the metadata of the model's tensors in the checkpoint, by name.
+def _entries(found: checkpoint.StoredCheckpoint, average: bool = False) -> dict[str, TensorStorageMetadata]:
+    """Returns the metadata of the model's tensors in the checkpoint, or of their averages, by name.
 
     Raises:
         DataError: If the model has state that safetensors cannot store.
@@ -109,6 +116,8 @@ def _entries(found: checkpoint.StoredCheckpoint) -> dict[str, TensorStorageMetad
         for key, entry in sorted(found.stored().items())
         if key.startswith(_PREFIX)
     }
+    stored = found.stored() if average else {}
+    entries = {name: stored.get(_AVERAGE + name, entry) for name, entry in entries.items()}
     others = sorted(found.rest.get("model", {}))
     others += [name for name, entry in entries.items() if entry.properties.dtype not in _TYPES]
     if others:
@@ -134,11 +143,14 @@ def _header(entries: Mapping[str, TensorStorageMetadata], about: Mapping[str, st
     return struct.pack("<Q", len(text)) + text
 
 
-def _read(found: checkpoint.StoredCheckpoint, name: str, entry: TensorStorageMetadata) -> Tensor:
+def _read(
+    found: checkpoint.StoredCheckpoint, name: str, entry: TensorStorageMetadata, average: bool = False
+) -> Tensor:
     tensor = torch.zeros(
         entry.size, dtype=entry.properties.dtype
     )  # zeros: never exports uninitialised memory
-    found.fill({_PREFIX + name: tensor})
+    of_average = average and _AVERAGE + name in found.stored()
+    found.fill({(_AVERAGE if of_average else _PREFIX) + name: tensor})
     return tensor
 
 

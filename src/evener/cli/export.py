@@ -29,6 +29,9 @@ def fill(parser: Parser) -> None:
         metavar="FILE",
         help="the file (default: step-N.safetensors in RUN)",
     )
+    parser.option(
+        "output", "--average", action="store_true", help="the average of the weights, which the task keeps"
+    )
     parser.option("output", "--overwrite", action="store_true", help="replace a file that is there")
 
 
@@ -37,5 +40,6 @@ def execute(arguments: argparse.Namespace) -> int:
     from evener.checkpoint.weights_file import export
     from evener.core.text import printable
 
-    print(printable(str(export(arguments.run, arguments.to, overwrite=arguments.overwrite))), flush=True)
+    written = export(arguments.run, arguments.to, overwrite=arguments.overwrite, average=arguments.average)
+    print(printable(str(written)), flush=True)
     return 0

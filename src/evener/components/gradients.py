@@ -171,3 +171,18 @@ def first_bad_weight(parameters: Iterable[nn.Parameter]) -> int:
         if not sound and not bool(torch.isfinite(held).all()):
             return place
     return 0
+
+
+def check_weights(places: Sequence[int], names: Sequence[str], steps: int) -> None:
+    """Raises DivergenceError if a rank found a weight that is not finite after ``steps`` steps.
+
+    Args:
+        places: What :func:`first_bad_weight` returned on each rank.
+        names: The names of the weights.
+    """
+    for rank, place in enumerate(places):
+        if place:
+            raise DivergenceError(
+                f"after step {steps - 1} the weight {names[place - 1]} is not finite on rank {rank}, though its "
+                "gradient was: the update went too far. Nothing of it was saved. Try a lower learning rate or clip_norm"
+            )

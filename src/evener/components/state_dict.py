@@ -17,7 +17,7 @@ correction, fails in SparseAdam, and changes weights if a learning rate is not a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,8 @@ class HeldState:
     optimizer: dict[str, Any]
     slices: dict[str, ShardSpec]
     """The shards of the divided parameters and buffers."""
+    average: dict[str, Tensor] = field(default_factory=dict)
+    """The averages of weights and buffers."""
 
     def shard_spec(self, name: str, value: Any) -> ShardSpec | None:
         """Returns the shard that ``value`` is: the parameter ``name``, or optimizer state of it. Returns None if it is
@@ -73,6 +75,8 @@ class HeldState:
         for name, value in self.model.items():
             if _is_dense(value):
                 yield f"model/{name}", name, value
+        for name, value in self.average.items():
+            yield f"average/{name}", name, value
         for name, entries in self.optimizer["state"].items():
             for key, value in entries.items():
                 if _is_dense(value):
@@ -83,8 +87,10 @@ def _is_dense(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 
-def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> HeldState:
-    """Returns the state of both, as this rank holds it."""
+def held(
+    model: nn.Module, optimizer: torch.optim.Optimizer, average: Mapping[str, Tensor] | None = None
+) -> HeldState:
+    """Returns the state of both, and of the averages of weights, as this rank holds it."""
     names = _names(model)
     with outside():  # also in the middle of a step, when divided layers hide their weights
         of_model: dict[str, Any] = {name: _held(value) for name, value in get_model_state_dict(model).items()}
@@ -98,7 +104,8 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> HeldState:
         for group in optimizer.param_groups
     ]
     slices = {name: piece for name, tensor in named_tensors(model).items() if (piece := shard_spec(tensor))}
-    return HeldState(of_model, {"class": name_of(optimizer), "state": state, "groups": groups}, slices)
+    of_optimizer = {"class": name_of(optimizer), "state": state, "groups": groups}
+    return HeldState(of_model, of_optimizer, slices, dict(average or {}))
 
 
 def _held(value: Any) -> Any:
@@ -122,6 +129,7 @@ def whole(found: HeldState, mesh: Mesh) -> dict[str, Any]:
 
     return {
         "model": {name: copied(name, value) for name, value in found.model.items()},
+        "average": {name: copied(name, value) for name, value in found.average.items()},
         "optimizer": {
             **found.optimizer,
             "groups": map_leaves(_copy, found.optimizer["groups"]),

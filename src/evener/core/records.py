@@ -240,6 +240,8 @@ class RunSummary:
     sample_seconds: list[float] = field(default_factory=list)
     """Compute time per sample on each rank, the median of the last steps; empty if there are too few steps, or if ranks
     share samples."""
+    average: str = ""
+    """Description of the average of the weights; empty if none was kept."""
     profile: str = ""
     """Description of the recorded profile, with its files; empty if none was asked for."""
     reading: str = ""

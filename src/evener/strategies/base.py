@@ -43,9 +43,11 @@ from evener.components.optim.eight_bit import check_state, in_eight_bits
 from evener.components.optim.fused import fuse
 from evener.components.sharded_tensor.shard_spec import divided
 from evener.components.trainable import TrainableParameters
+from evener.components.weight_average import WeightAverage
 from evener.core.config.recompute import Recompute
 from evener.core.config.run_config import Recipe
 from evener.core.config.strategy_names import STRATEGIES
+from evener.core.task.average import as_average
 from evener.core.task.task import Task
 from evener.distributed.mesh import Layout, Mesh
 from evener.distributed.session import Session
@@ -249,6 +251,7 @@ def set_up(
         learner.offloaded.take_optimizer(learner.optimizer)
         owned.enter_context(_memory_watched(learner, strategy))
         learner.trained = TrainableParameters(learner.names)
+        learner.average = WeightAverage(as_average(task.average), placed)
         learner.synchronizer = strategy.synchronizer(learner)
         learner.stepper = fitted(strategy.stepper(learner), learner, strategy.one_process)
         if settings.update_in_backward:

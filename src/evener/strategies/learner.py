@@ -32,6 +32,7 @@ from evener.components.optim.fused import lay_out
 from evener.components.penalty import add_penalty
 from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.components.trainable import TrainableParameters
+from evener.components.weight_average import WeightAverage
 from evener.core.task.task import Task
 from evener.core.types import Tree
 from evener.data.batch import Batch, MicroBatch
@@ -39,7 +40,6 @@ from evener.data.rounds import Rounds
 from evener.data.sections import Sections
 from evener.distributed.mesh import DataAxis, Mesh
 from evener.distributed.session import Session
-from evener.errors import DivergenceError
 from evener.hardware.async_read import Readout, ReadyValue
 from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import stopwatch
@@ -86,6 +86,8 @@ class Learner:
     """State that is offloaded from the device, and the optimizer updates of offloaded parameters."""
     trained: TrainableParameters
     """The trained parameters, at the start and now."""
+    average: WeightAverage
+    """The average of the weights, if the task asks for one."""
     rounds: Rounds | Sections | None = None
     """How the training is divided into rounds of local steps, or sections. None if all ranks meet in each step."""
     replicas: StoredReplicas | None = None
@@ -109,6 +111,8 @@ class Learner:
         """A number that is not finite if the gradient of the penalty is not."""
         self.may_leave_out = False
         """True if an update may be skipped, so that buffers must be saved before each step."""
+        self.left_out = False
+        """True if the update of the last step was skipped."""
         self._snapshot = BufferSnapshot()
         self.updating: int | None = None
         """The last step whose update has begun. None before the first."""
@@ -257,7 +261,7 @@ class Learner:
 
     def _leave_out(self) -> None:
         """Skips the update: clears the gradients and restores the buffers that the forward pass changed."""
-        self.clipping.norm = None
+        self.clipping.norm, self.left_out = None, True
         self._clear_gradients()
         self._snapshot.restore()
 
@@ -307,7 +311,7 @@ class Learner:
             The stepper's outcome, with what the learner knows of the step whichever stepper ran it.
         """
         self.unsound.found.clear()
-        self._step = step
+        self._step, self.left_out = step, False
         has_changed = self.trained.update(
             self.name, self.synchronizer.follows, self.settings.update_in_backward
         )
@@ -333,13 +337,7 @@ class Learner:
         """Raises DivergenceError on all ranks if a trained weight of any rank is not finite after ``steps`` steps. Such
         weights must never be saved or reported. All ranks must call this together."""
         rows = self.session.control.exchange([gradients.first_bad_weight(self.names)]).wait()
-        for rank, (place,) in enumerate(rows):
-            if place:
-                raise DivergenceError(
-                    f"after step {steps - 1} the weight {list(self.names.values())[int(place) - 1]} is not finite on "
-                    f"rank {rank}, though its gradient was: the update went too far. Nothing of it was saved. Try a "
-                    "lower learning rate or clip_norm"
-                )
+        gradients.check_weights([int(place) for (place,) in rows], self.names_in_order, steps)
 
     @cached_property
     def loose_buffers(self) -> LooseBuffers:
@@ -367,7 +365,7 @@ class Learner:
 
     def held_state(self) -> state.HeldState:
         """Returns the state that this rank holds, by name."""
-        held = state.held(self.model, self.optimizer)
+        held = state.held(self.model, self.optimizer, self.average.tensors())
         return held if self.replicas is None else self.replicas.held(held)
 
     def load_held(self, found: Mapping[str, Any], cut: state.Cut | None = None) -> None:
@@ -377,6 +375,7 @@ class Learner:
             ConfigurationError: If the state belongs to another model or optimizer.
         """
         state.load_state(self.model, self.optimizer, found, cut, self.offloaded.load)
+        self.average.load(found.get("average", {}), cut)
         if self.replicas is not None:
             self.replicas.load(found["optimizer"]["state"], cut)
 

@@ -43,7 +43,7 @@ from evener.training.batches.progress import Progress
 from evener.training.builtin_tasks import BUILT_IN
 from evener.training.consistency.replicas import ReplicaCheck
 from evener.training.consistency.startup import agree_on_optimizer
-from evener.training.evaluation import InputsOnly, examine, predict, record_of
+from evener.training.evaluation import InputsOnly, examine_both, predict, record_of
 from evener.training.factory import learner_of
 from evener.training.profiling import StepProfiler
 from evener.training.state.run_state import RunState
@@ -225,6 +225,8 @@ class Engine:
         self.times.wait += step.own_seconds.wait
 
     def _advance(self, batch: Batch) -> None:
+        if not self.learner.left_out:
+            self.learner.average.updated()
         self.progress.advance(batch)
         of = f" of {self.total_steps}" if self.total_steps else ""
         self.session.watchdog.progress(f"step {self.steps_done}{of}, epoch {batch.epoch + 1}")
@@ -295,7 +297,7 @@ class Engine:
         self.tell()
         began = time.perf_counter()
         with self.session.watchdog.phase("evaluation", step=self.steps_done):
-            found = examine(self.learner, chosen, self.feed.evaluation_options(self.steps_done))
+            found = examine_both(self.learner, chosen, self.feed.evaluation_options(self.steps_done))
         if dataset is None:
             self.observers.evaluation(record_of(found, self.progress, time.perf_counter() - began))
         return found.metrics

@@ -7,7 +7,7 @@ depend on the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,9 @@ from evener.strategies.learner import Learner
 from evener.training.batches.evaluation_options import EvaluationOptions
 from evener.training.batches.progress import Progress
 from evener.training.batches.skipped_samples import Announcer
+
+AVERAGE = "average."
+"""The beginning of the names of the average's metrics."""
 
 
 class InputsOnly(Dataset[Any]):
@@ -105,6 +108,20 @@ def examine(
     return EvaluationResult(_named_values(values), sum(count for count, _ in all_parts), ordered)
 
 
+def examine_both(learner: Learner, dataset: Dataset[Any], options: EvaluationOptions) -> EvaluationResult:
+    """Does the same as :func:`examine` for the weights and, beside or instead of them, for their average."""
+    how = learner.average.how
+    if how is None or not learner.average.number:
+        return examine(learner, dataset, options)
+    of_weights = None if how.instead else examine(learner, dataset, options)
+    with learner.average.shown():
+        found = examine(learner, dataset, options)
+    if of_weights is None:
+        return found
+    of_average = {f"{AVERAGE}{name}": value for name, value in found.metrics.items()}
+    return replace(of_weights, metrics=of_weights.metrics | of_average)
+
+
 def _in_order(learner: Learner, pieces: list[Piece], everywhere: bool) -> list[Piece] | None:
     """Gathers the pieces of all parts in order, on rank 0 or everywhere. Returns None on ranks that get nothing.
 
@@ -134,14 +151,17 @@ def predict(
             the dataset has no order.
     """
     _check_ordered(dataset)
-    found = examine(
-        learner,
-        dataset,
-        replace(options, skips=False),
-        keep=lambda outputs, _: outputs,
-        measured=False,
-        everywhere=everywhere,
-    )
+    average = learner.average
+    instead = average.how is not None and average.how.instead and average.number
+    with learner.average.shown() if instead else nullcontext():
+        found = examine(
+            learner,
+            dataset,
+            replace(options, skips=False),
+            keep=lambda outputs, _: outputs,
+            measured=False,
+            everywhere=everywhere,
+        )
     return None if found.pieces is None else _joined(found.pieces)
 
 

@@ -95,6 +95,7 @@ class _Job:
         with Session(device=config.device, timeout_seconds=config.timeout_seconds) as session:
             task = resolve(applied.task, BUILT_IN, applied.options)()
             with Engine(task, config, session=session) as engine:
+                engine.state.load_average(applied.weights)
                 return self.act(engine)
 
 

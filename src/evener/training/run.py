@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -48,6 +48,8 @@ class Trained:
     """The rank that returned this result: 0, and on further machines the rank of their first process."""
     callback_result: Any = None
     """Return value of ``Callback.end`` on that rank."""
+    average: dict[str, Tensor] = field(default_factory=dict)
+    """The average of the weights in the same form; empty if there is none."""
 
     def __repr__(self) -> str:
         return f"<Trained {self.summary.words}; weights of {len(self.weights)} names>"
@@ -148,6 +150,7 @@ class Run:
                     tensors = engine.learner.tensors()
                     engine.learner.check_weights(engine.steps_done)
                     engine.profiler.close()
+                    average = self._averages()
                     parts = self._session.control.gather_objects(RankPart.of_engine(engine))
                 summary = self._report.summary(parts, tensors)
             except RestartWithStateError:
@@ -162,7 +165,8 @@ class Run:
                 raise
             finally:
                 self._end(summary)
-            return Trained(summary, self._saved(tensors), self._session.rank, callback_result)
+            weights = self._saved(tensors)
+            return Trained(summary, weights, self._session.rank, callback_result, average)
 
     def _staying(self) -> AbstractContextManager[None]:
         """Returns a context in which this rank survives the death of other ranks, if rank replacement is possible."""
@@ -255,6 +259,15 @@ class Run:
     def _is_evaluated(self) -> bool:
         record = self._tally.evaluation_record
         return record is not None and record.step == self._engine.steps_done
+
+    def _averages(self) -> dict[str, Tensor]:
+        """Returns the average of the weights in the form of :meth:`_saved`; empty if there is none. A collective
+        call."""
+        learner = self._engine.learner
+        if not learner.average.number:
+            return {}
+        with learner.average.shown():
+            return self._saved(learner.tensors())
 
     def _saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the entries of ``tensors`` that ``model.load_state_dict`` takes, as copies on the CPU."""

@@ -164,6 +164,7 @@ class RunReport:
             uncompiled=learner.graphs.uncompiled,
             graph_breaks=sum(part.graph_breaks for part in parts),
             skipped_steps=engine.guard.skipped,
+            average=learner.average.words,
             profile=profile_text([part.profile for part in parts]),
         )
 

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from evener.core.losses import Loss, exact
 from evener.core.plugins import find, kind_of
+from evener.core.task.average import Average, UpdateAverages, as_average
 from evener.core.task.device_errors import explaining_placement
 from evener.core.task.validation import (
     check_dataset,
@@ -83,6 +84,9 @@ class Task:
     penalty: Callable[[nn.Module], torch.Tensor] | None = None
     """Function that maps the model to a loss term that depends on no sample, such as an L2 norm of the weights. It
     counts once per step, not once per rank."""
+    average: Average | UpdateAverages | None = None
+    """An average of the weights over the steps, kept beside them: ``evener.ema(0.999)``, ``evener.swa(start=1000)``, or
+    a function that ``torch.optim.swa_utils.AveragedModel`` takes as ``multi_avg_fn``. None: none."""
     forward: Forward = call_model
     """Function that maps the model and inputs to the outputs for the loss. If the model returns several values, select
     one here, as in ``lambda model, inputs: evener.call_model(model, inputs).logits``."""
@@ -121,6 +125,7 @@ class Task:
         if self.evaluate is not None:
             check_dataset(self.evaluate, "Task.evaluate")
         check_metrics(self.metrics)
+        object.__setattr__(self, "average", as_average(self.average))
         for name, (signature, optional) in _FUNCTIONS.items():
             check_function(name, getattr(self, name), signature, optional)
         for name in ("batch_size", "epochs"):

@@ -117,8 +117,15 @@ def _trained(engine: Engine) -> Findings:
 
 
 def _weights(engine: Engine) -> Findings:
-    named = engine.learner.tensors()
-    return {f"weight {name}": value.detach().cpu().double().clone() for name, value in named.items()}
+    found = _named("weight", engine.learner.tensors())
+    if engine.learner.average.number:
+        with engine.learner.average.shown():
+            found |= _named("average of", engine.learner.tensors())
+    return found
+
+
+def _named(what: str, tensors: Mapping[str, Tensor]) -> Findings:
+    return {f"{what} {name}": value.detach().cpu().double().clone() for name, value in tensors.items()}
 
 
 def _number(value: float) -> Tensor:
@@ -145,7 +152,8 @@ def evaluate(place: TrialRanks, trial: StrategyTrial) -> Findings:
         _trained(engine)
         few = Subset(engine.task.train, [1, 0])
         metrics = {"evaluation": engine.evaluate(), "evaluation of two samples": engine.evaluate(few)}
-    return {
+        weights = _weights(engine)
+    return weights | {
         f"{name} of the {of}": _number(value)
         for of, found in metrics.items()
         for name, value in found.items()
@@ -362,6 +370,15 @@ TRIALS: tuple[StrategyTrial, ...] = (
         {"balance": "uneven"},
     ),
     StrategyTrial("checkpoint", "the ranks go on from a checkpoint of one device", from_one, "batch_norm"),
+    StrategyTrial(
+        "average",
+        "an average of the weights is that of one device, and so is its evaluation",
+        evaluate,
+        "averaged",
+        {"balance": "uneven"},
+    ),
+    StrategyTrial("average", "one device goes on with an average that ranks began", into_one, "averaged"),
+    StrategyTrial("average", "the ranks go on with an average that one device began", from_one, "averaged"),
     StrategyTrial(
         "error", "an error names the rank whose loss is not a number", fail, "broken", {"what": "loss"}, False
     ),

@@ -7,6 +7,7 @@ layer can be tested too. The number of samples, the batch size and the layer wid
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from evener.core.losses import SumLoss, accuracy
+from evener.core.task.average import ema
 from evener.core.task.task import Task
 from evener.nn.dropout import Dropout
 
@@ -34,6 +36,11 @@ def tiny() -> Task:
 def batch_norm() -> Task:
     """Task with BatchNorm and batches of 9. No bias before BatchNorm: its gradient would be rounding alone."""
     return _task(train=_data(45), **_NORMALIZED)
+
+
+def averaged() -> Task:
+    """Task with BatchNorm and an average of the weights that begins after the second step."""
+    return replace(batch_norm(), average=ema(0.7, start=2))
 
 
 def batch_norm_of_few() -> Task:

@@ -92,8 +92,8 @@ def _weights(device: torch.device) -> Tensor:
 def parts_of(learner: Learner, everything: bool) -> Iterator[ReplicaPart]:
     """Yields this rank's weights and buffers and, with ``everything``, the optimizer's state."""
     names: dict[Tensor, str] = dict(learner.names.items())
-    for weight, name in names.items():
-        yield _part(name, weight, weight)
+    yield from (_part(name, weight, weight) for weight, name in names.items())
+    yield from (_part(f"the average of {name}", *pair) for name, pair in learner.average.pairs().items())
     for at, module in learner.model.named_modules():
         for name, buffer in own_buffers(module).items():
             if buffer is not None:

@@ -37,7 +37,7 @@ _OWN = {"run_dir", "resume", "weights", "overwrite", "device", "processes", "wor
 _OF_DEVICE = {"params", "foreach", "fused", "capturable"}
 """Options of an optimizer's groups that may differ between devices."""
 _FORM = "the model"
-_OPTIONAL = ("evaluate", "penalty", "scheduler", "collate")
+_OPTIONAL = ("evaluate", "penalty", "scheduler", "collate", "average")
 """Optional parts of a task."""
 
 
@@ -64,7 +64,7 @@ def facts_of(task: Task, config: RunConfig, model: nn.Module, backend: str = "")
 def _functions_of(task: Task) -> dict[str, Any]:
     """Describes the functions of a task, without ``collate`` if ranks own their data, because it may hold some."""
     names = ("loss", "metrics", "penalty", "forward", *(("collate",) if task.partition == "batch" else ()))
-    parts = [described(getattr(task, name), f"Task.{name}") for name in names]
+    parts = [described(getattr(task, name), f"Task.{name}") for name in (*names, "average")]
     return {name: value for part in parts for name, value in part.items()}
 
 

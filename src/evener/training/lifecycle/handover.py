@@ -215,6 +215,7 @@ def _release(engine: Engine) -> None:
     """Frees weights, optimizer state and data of an engine that is given up but cannot be destroyed yet."""
     engine.state.saver.give_up()
     engine.learner.optimizer.state.clear()
+    engine.learner.average.free()
     for parameter in engine.model.parameters():
         parameter.grad = None
         parameter.data = parameter.data.new_empty(0)

@@ -269,6 +269,7 @@ def summary_text(summary: RunSummary) -> str:
         summary.updates,
         _graphs_text(summary) if summary.graphs else "",
         summary.emulation,
+        summary.average,
         summary.profile,
         f"records, summary and weights in {from_here(summary.run_dir)}" if summary.run_dir else "",
         balance_text(summary),

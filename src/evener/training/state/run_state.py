@@ -109,6 +109,7 @@ class RunState:
             "identity": self.identity.as_plain(),
             "kept": self.kept_text(),
             "said": self._terms.said,
+            "averaged": self._learner.average.state_dict(),
             "loss_scale": self._learner.scale.state_dict() if self._learner.scale else None,
         }
 
@@ -140,6 +141,7 @@ class RunState:
             self._scheduler.load_state_dict(state.rates_as_in(self._learner.optimizer, rest["scheduler"]))
         if self._learner.scale is not None and rest.get("loss_scale") is not None:
             self._learner.scale.load_state_dict(rest["loss_scale"])
+        self._learner.average.load_state_dict(rest.get("averaged"), progress.steps)
         self.progress = progress
         self._take_kept(rest.get("kept", "{}"))
         if "identity" in rest:
@@ -192,6 +194,7 @@ class RunState:
             draw_on(drawn, session.device)
         if session.rank == 0:
             self._tell_of_settings(found.rest["settings"], tell)
+            self._tell_of_average(found.rest.get("averaged") is not None, tell)
 
     def _after(self, found: checkpoint.StoredCheckpoint) -> dict[str, Any]:
         """Returns the state kept after the evaluation of a checkpoint's weights; empty if there was none."""
@@ -215,6 +218,23 @@ class RunState:
                 f"the checkpoint {found.path} was made with other data: {message}. Go on with the same data, or begin "
                 "a new run"
             )
+
+    def load_average(self, path: Path) -> None:
+        """Takes over the average of a checkpoint, if both it and the task have one. A collective call."""
+        average, control = self._learner.average, self._learner.session.control
+        if average.how is not None:
+            found = checkpoint.agreed(
+                path, control, self._learner.session.rank, self._learner.session.world_size
+            )
+            average.load(found.average(self._learner.held_state()), None)
+            average.load_state_dict(found.rest.get("averaged"), 0)
+
+    def _tell_of_average(self, was_kept: bool, tell: Callable[[str], object]) -> None:
+        is_kept = self._learner.average.how is not None
+        if is_kept and not was_kept:
+            tell("the checkpoint has no average of the weights: it begins here")
+        if was_kept and not is_kept:
+            tell("the checkpoint's average of the weights is left out: the task has none")
 
     def _tell_of_settings(self, saved: Mapping[str, Any], tell: Callable[[str], object]) -> None:
         here = self._config.as_dict()
