@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from evener.core.task.average import Average, ema, swa
     from evener.core.task.task import Task, call_model
     from evener.data.batch import Batch, MicroBatch
+    from evener.data.sharded import ShardedDataset
     from evener.distributed.launch.launch import launch
     from evener.distributed.launch.rendezvous import Rendezvous
     from evener.distributed.session import Session
@@ -79,6 +80,7 @@ __all__ = [
     "RunSummary",
     "ScriptVerification",
     "Session",
+    "ShardedDataset",
     "Sum",
     "SumLoss",
     "Task",
@@ -123,6 +125,7 @@ _HOMES = {
     "Loss": "core.losses",
     "MemoryEstimate": "tools.estimate",
     "MicroBatch": "data.batch",
+    "ShardedDataset": "data.sharded",
     "Callback": "training.lifecycle.callback",
     "Observer": "core.observer",
     "Rendezvous": "distributed.launch.rendezvous",

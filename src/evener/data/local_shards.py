@@ -67,7 +67,7 @@ class LocalShards:
 
     def before(self, position: int) -> tuple[int, ...]:
         """Returns the number of samples of each part before ``position`` of an epoch. They add up to ``position``."""
-        return _seats(self.sizes, position)
+        return seats(self.sizes, position)
 
     def shares(self, start: int, stop: int) -> tuple[int, ...]:
         """Returns the number of samples of each part at the positions ``[start, stop)``."""
@@ -150,7 +150,7 @@ def _slices(ids: Ids, table: Table, rank: int) -> list[tuple[Ids, int]]:
 
 
 @lru_cache(maxsize=64)
-def _seats(sizes: Sequence[int], position: int) -> tuple[int, ...]:
+def seats(sizes: Sequence[int], position: int) -> tuple[int, ...]:
     """Returns the number of samples of each part among the first ``position`` samples.
 
     At time ``t`` a part of ``n`` samples has used ``n t`` of them, rounded. All parts together have used at most

@@ -47,6 +47,8 @@ class Reading:
     """Gathers one integer from each part of a batch. All ranks must call it together."""
     listed: ListedOrder | None = None
     """The order of samples, if the task defines one."""
+    own_order: Callable[[int], Order] | None = None
+    """Maps a seed to the order of the data set, if it has an order of its own."""
 
     @classmethod
     def from_learner(
@@ -73,7 +75,8 @@ class Reading:
 
         balanced = parts is None and (data.is_whole or data.degree > 1)
         order = _order(listed, dataset, parts) if listed else None
-        return cls(portion, name, data.index, data.degree, parts, balanced, agree, order)
+        own_order = getattr(dataset, "global_order", None) if parts is None or len(dataset) else None
+        return cls(portion, name, data.index, data.degree, parts, balanced, agree, order, own_order)
 
     @property
     def size(self) -> int | None:
@@ -89,8 +92,11 @@ class Reading:
         iterable data set."""
         if self.listed is not None:
             return self.listed
-        if self.parts is not None:
-            return self.parts.order(seed)
+        own = self.parts.order(seed) if self.parts is not None else None
+        if self.own_order is not None:
+            return self.own_order(seed if own is None else own.seed)
+        if own is not None:
+            return own
         return None if isinstance(self.dataset, IterableDataset) else Order(len(self.dataset), seed=seed)
 
 

@@ -23,6 +23,7 @@ from evener.components.model_init import named_tensors
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.data.fingerprint import Fingerprint, difference, fingerprint
+from evener.data.shard_counts import COUNTS, count_together
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError
 from evener.training.consistency.task_description import described
@@ -93,7 +94,18 @@ def _kind(module: nn.Module) -> str:
 
 
 def agreement(task: Task, config: RunConfig, session: Session) -> Callable[[nn.Module], None]:
-    """Returns a function that compares the task and its model on all ranks. All ranks must call it together."""
+    """Returns a function that compares the task and its model on all ranks. All ranks must call both together.
+
+    Counts the samples of shards before, so that the data sets have lengths.
+    """
+    count_together(
+        {"training set": task.train, "evaluation set": task.evaluate},
+        session.rank,
+        session.control.gather_objects,
+        config.run_dir and config.run_dir / COUNTS,
+        config.timeout_seconds / 2,
+        task.partition == "batch",
+    )
 
     def agree(model: nn.Module) -> None:
         backend = dist.get_backend(session.world) if session.world is not None else ""

@@ -52,6 +52,7 @@ from evener.core.records import (
 )
 from evener.core.stdio import unheard
 from evener.core.text import few, from_here, printable
+from evener.data.shard_counts import COUNTS
 from evener.distributed.session import RUN_DIR
 from evener.errors import ConfigurationError, StorageError
 from evener.files import read_json, read_text, write_json
@@ -64,7 +65,7 @@ _LONGEST_OWNER = 1000
 _SUMMARY = "summary.json"
 PROFILE = "profile"
 """Directory of the traces of `evener.training.profiling`."""
-_WRITTEN = ("config.json", "task.json", RECORDS, _SUMMARY, MARK, CHECKPOINTS)
+_WRITTEN = ("config.json", "task.json", RECORDS, _SUMMARY, MARK, COUNTS, CHECKPOINTS)
 """Files and directories that a run writes."""
 
 
