@@ -199,6 +199,47 @@ def stream() -> Task:
     return _task(train=Stream())
 
 
+class Resumable:
+    """A stream with a state, and no ``IterableDataset``: the order of each epoch is its own."""
+
+    def __init__(self, samples: int = 3 * SAMPLES) -> None:
+        self.samples, self.epoch, self.at, self.begins_at = samples, 0, 0, 0
+        self.inputs, self.targets = draws(samples, 6), classes(samples, 3)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        self.at, self.begins_at = self.begins_at, 0
+        for number in order[self.at :]:
+            self.at += 1
+            yield self.inputs[number], self.targets[number]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begins_at = state["at"]
+
+
+def resumable() -> Task:
+    return _task(train=Resumable())  # type: ignore[arg-type]
+
+
+SHARDS = (20, 0, 31, 11, 5, 26)
+
+
+def rows_of(shard: int) -> Any:
+    """The samples of a shard, one after the other."""
+    yield from zip(draws(SHARDS[shard], 6, seed=shard), classes(SHARDS[shard], 3, seed=shard), strict=True)
+
+
+def sharded() -> Task:
+    data = evener.ShardedDataset(range(len(SHARDS)), rows_of, together=3, window=4)
+    return _task(train=data, evaluate=data)
+
+
 def not_a_task() -> int:
     return 3
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from evener.data.batch import Batch
+from evener.data.division import by_weights
 from evener.data.loader import Loader
 from evener.errors import ConfigurationError, DataError
 from tests.ranks import RankPool
@@ -57,9 +58,16 @@ def gather(local_size: int) -> list[int]:
     return sizes.tolist()
 
 
-def read(dataset: Any, shares: Sequence[int] | None = None, **options: Any) -> list[Any]:
+def read(
+    dataset: Any,
+    shares: Sequence[int] | None = None,
+    weights: Sequence[float] | None = None,
+    **options: Any,
+) -> list[Any]:
     """On a rank: ``(what Batch says, what counts, placeholders)`` of every batch."""
     draw: Callable[[int, int], Sequence[int]] | None = None if shares is None else lambda step, size: shares
+    if weights is not None:
+        draw = lambda step, size: by_weights(size, weights)  # noqa: E731
     with Loader(
         dataset,
         None,
@@ -98,11 +106,22 @@ def test_one_rank_reads_all_of_every_epoch(kind: Any, workers: int) -> None:
         assert batches[3 * epoch].micro_batches[0].targets.tolist() == [epoch] * 16
 
 
-@pytest.mark.parametrize("kind", [Counting, Sharded])
-def test_ranks_read_each_sample_once_and_agree_on_every_batch(
-    ranks: Callable[[int], RankPool], kind: Any
+def test_ranks_take_their_shares_of_batches_in_the_order_of_the_stream(
+    ranks: Callable[[int], RankPool],
 ) -> None:
-    first, second = ranks(2).run(read, kind(11), batch_size=4, shares=[1, 3])
+    first, second = ranks(2).run(read, Counting(10), batch_size=4, weights=[1, 3])
+    assert [batch[0] for batch in first] == [batch[0] for batch in second]
+    assert [batch[0] for batch in first] == [
+        (0, 0, 0, 4, (1, 3), False),
+        (0, 1, 4, 4, (1, 3), False),
+        (0, 2, 8, 2, (1, 1), True),
+    ]
+    assert [batch[1] for batch in first] == [[0.0], [4.0], [8.0]]
+    assert [batch[1] for batch in second] == [[1.0, 2.0, 3.0], [5.0, 6.0, 7.0], [9.0]]
+
+
+def test_ranks_read_each_part_once_and_agree_on_every_batch(ranks: Callable[[int], RankPool]) -> None:
+    first, second = ranks(2).run(read, Sharded(11), batch_size=4, shares=[1, 3])
     assert [batch[0] for batch in first] == [batch[0] for batch in second]
     assert sorted(x for batches in (first, second) for batch in batches for x in batch[1]) == list(range(11))
     assert [batch[0] for batch in first] == [
@@ -116,15 +135,69 @@ def test_ranks_read_each_sample_once_and_agree_on_every_batch(
     assert second[2][2] == second[5][2] == [[9.0]]
 
 
-def test_a_rank_with_share_zero_gets_its_next_sample_as_placeholder(ranks: Callable[[int], RankPool]) -> None:
-    first, second = ranks(2).run(read, Counting(6), batch_size=2, shares=[2, 0])
+def test_a_rank_with_share_zero_gets_a_placeholder(ranks: Callable[[int], RankPool]) -> None:
+    first, second = ranks(2).run(read, Counting(4), batch_size=2, shares=[2, 0])
+    assert [batch[1] for batch in first] == [[0.0, 1.0], [2.0, 3.0]]
+    assert [batch[1:] for batch in second] == [([], [[0.0]]), ([], [[2.0]])]
+    first, second = ranks(2).run(read, Sharded(6), batch_size=2, shares=[2, 0])
     assert [batch[1] for batch in first] == [[0.0, 2.0], [4.0]]
     assert [batch[1:] for batch in second] == [([], [[1.0]])] * 2
 
 
 def test_a_rank_without_any_sample_is_named_on_every_rank(ranks: Callable[[int], RankPool]) -> None:
-    for message in ranks(2).run(read_failing, Counting(1)):
+    for message in ranks(2).run(read_failing, Sharded(1)):
         assert "gave no sample at all to rank 1 of 2" in message
+
+
+class OfRank(Counting):
+    """A stream that is not the same on all ranks."""
+
+    def __init__(self, sizes: Sequence[int], step: int = 1) -> None:
+        super().__init__(0)
+        self.sizes, self.step = sizes, step
+
+    def __iter__(self) -> Iterator[Any]:
+        rank = dist.get_rank()
+        return ((float(index + rank * (self.step - 1)), 0) for index in range(self.sizes[rank]))
+
+
+def test_streams_with_other_ends_are_told_on_every_rank(ranks: Callable[[int], RankPool]) -> None:
+    for message in ranks(2).run(read_failing, OfRank([6, 5])):
+        assert "at sample 4 the ranks have 2, 1 more" in message
+
+
+def read_telling(dataset: Any) -> list[str]:
+    told: list[str] = []
+    read(dataset, batch_size=2, tell=told.append)
+    return told
+
+
+def test_a_stream_that_divides_itself_by_rank_is_noticed(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2).run(read_telling, OfRank([6, 6])) == [[], []]
+    for told in ranks(2).run(read_telling, OfRank([6, 6], step=2)):
+        assert "the first sample of the training set is not the same on all ranks" in told[0]
+
+
+def test_an_empty_stream_and_one_that_is_iterated_once_are_told() -> None:
+    class Once(Counting):
+        def __init__(self, size: int) -> None:
+            super().__init__(size)
+            self.items = super().__iter__()
+
+        def __iter__(self) -> Iterator[Any]:
+            return self.items
+
+    for dataset in (Counting(0), Once(3)):
+        with pytest.raises(DataError, match="is empty, or can be iterated only once"):
+            list(Loader(dataset, None, batch_size=2, epochs=2))
+
+
+def test_a_shard_method_of_another_form_is_not_called() -> None:
+    class Other(Counting):
+        def shard(self, num_shards: int, index: int) -> Any:
+            raise AssertionError("called")
+
+    assert [values(batch) for batch in Loader(Other(3), None, batch_size=2)] == [[0.0, 1.0], [2.0]]
 
 
 def test_micro_batches_are_global() -> None:
@@ -133,7 +206,7 @@ def test_micro_batches_are_global() -> None:
     assert [part.samples.tolist() for part in batches[1].micro_batches] == [[8, 9]]
 
 
-def test_a_resume_skips() -> None:
+def test_a_resume_without_a_state_skips() -> None:
     batches = list(Loader(Counting(10), None, batch_size=4, epochs=2, start=(1, 4)))
     assert [(b.epoch, b.index, b.position, values(b)) for b in batches] == [
         (1, 1, 4, [4, 5, 6, 7]),

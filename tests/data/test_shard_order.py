@@ -72,12 +72,12 @@ def test_no_more_shards_than_together_are_open_at_once(order: ShardOrder) -> Non
 
 
 def test_epochs_and_seeds_shuffle_shards_and_windows() -> None:
-    order = ShardOrder.of((50,) * 20, 0, 4, 10)
+    order = ShardOrder.of_lengths((50,) * 20, 0, 4, 10)
     first, second = order.ids(0, 0, 200).tolist(), order.ids(1, 0, 200).tolist()
     assert first != second
     assert set(shards_of(order, first)) != set(shards_of(order, second))
-    assert first != ShardOrder.of((50,) * 20, 1, 4, 10).ids(0, 0, 200).tolist()
-    plain = ShardOrder.of((50,) * 20, 0, 4, 0).ids(0, 0, 200).tolist()
+    assert first != ShardOrder.of_lengths((50,) * 20, 1, 4, 10).ids(0, 0, 200).tolist()
+    plain = ShardOrder.of_lengths((50,) * 20, 0, 4, 0).ids(0, 0, 200).tolist()
     assert plain != first
     assert sorted(plain) == sorted(first)
 
@@ -90,4 +90,4 @@ def test_options_that_give_no_order_are_refused(options: dict[str, int]) -> None
 
 def test_positions_outside_are_refused() -> None:
     with pytest.raises(ValueError, match="not within"):
-        ShardOrder.of((3, 2), 0, 2, 0).ids(0, 4, 6)
+        ShardOrder.of_lengths((3, 2), 0, 2, 0).ids(0, 4, 6)

@@ -118,6 +118,6 @@ _FURTHER: dict[str, Check] = {
     "averaged": lambda value: _has(value, {"updates": _is_count, "number": _is_count}),
     "kept": is_kept,
     "said": lambda value: _has(value, _SAID),
-    **dict.fromkeys(("balancer", "scheduler", "loss_scale"), _is_named),
+    **dict.fromkeys(("balancer", "scheduler", "loss_scale", "stream"), _is_named),
 }
 """Parts that a checkpoint of an earlier version may lack."""

@@ -21,6 +21,7 @@ from evener.data.batch import map_leaves
 from evener.data.collate import describe, labels_key, pair_of
 from evener.data.division import by_weights
 from evener.data.fetch import Gather, gatherer
+from evener.data.stream_state import has_state
 from evener.errors import ConfigurationError, DataError
 
 
@@ -128,6 +129,8 @@ class _Stream(IterableDataset[Any]):
 
     def __init__(self, dataset: Any, cut: _Cut) -> None:
         self._dataset, self._cut = dataset, cut
+        if has_state(dataset):
+            self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._cut.item, self._dataset)

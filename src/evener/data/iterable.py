@@ -1,27 +1,40 @@
-"""Batches of iterable data sets, which have no positions and no length.
+"""Batches of iterable data sets, which have no length and no sample numbers.
 
-An iterable data set has no global order: each rank reads its own part. The loader guarantees that each sample is used
-once and that all ranks use the same size for every batch. No rank knows how many samples the others have left. So
-before each batch every rank tells the others how many samples it has for it (``agree``, one integer for each rank).
-This is the only communication of the loader.
+The order of a stream is the order in which it yields. Every rank reads the whole stream, and computes its share of each
+batch: the next ``batch_size`` items. So batches depend on no rank, shares may change, and a run may resume in mid-epoch
+on another number of ranks, as with numbered samples::
 
-Limits, besides the missing order:
+    stream    0 1 2 3 4 | 5 6 7 8 9 | 10 11
+    rank 0    0 1 2       5 6 7       10           shares 3, 2
+    rank 1          3 4         8 9      11
 
-- If a data set has a method ``shard(index, count)``, that method gives the rank its part, and any number of workers
-  may read it. Of other data sets, rank ``r`` uses items ``r, r + world_size, ...`` and skips the rest. At most one
-  worker reads them, because the loader cannot know whether the data set divides itself among workers.
+No rank knows where the stream ends. So before each batch every rank tells the others how many items it found for it
+(``agree``, one integer for each rank). It is the same number everywhere, or an error.
+
+A stream that has ``state_dict`` and ``load_state_dict``, or whose iterator has them, is resumed by its state. States
+are asked for between items, and each is kept with the digest of the item that followed. If a resumed stream begins with
+another item, its state is not exact (that of a shuffle buffer mostly is not), or the item is random. Then, and if there
+is no state, items before the position are read and dropped.
+
+A data set that has a method ``shard(index, count)`` is not read whole: each rank reads the part that the method gives
+it, with any number of workers. It then has no global order:
+
 - A rank without further samples gets placeholders until all ranks are at their end. The epoch ends at the first batch
   for which no rank has a sample. A rank whose share is zero then may have unused samples left.
 - On resume, each rank reads and drops an equal share of the samples before the position.
-- Workers are started again in every epoch, and the main process collates.
+
+Workers are started again in every epoch, and the main process collates. At most one worker reads a whole stream,
+because the loader cannot know whether the data set divides itself among workers.
 """
 
 from __future__ import annotations
 
+import inspect
+import pickle
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
@@ -33,6 +46,9 @@ from evener.data.batch_plan import BatchPlan, BatchPlanner
 from evener.data.collate import Collate, preview
 from evener.data.division import by_weights
 from evener.data.fetch import Fetched, failure, join
+from evener.data.fingerprint import digest_of
+from evener.data.sampler import Ids
+from evener.data.stream_state import RecentStates, StreamState, WholeStream, copied
 from evener.data.workers import Workers
 from evener.errors import DataError
 
@@ -41,6 +57,7 @@ Agree = Callable[[int], Sequence[int]]
 
 _CHUNK = 16  # items that a worker sends at once
 _NOTHING_AT_ALL = -1
+_DIGITS = 12  # hexadecimal, of a digest that ranks compare as a number
 
 
 class Shard(IterableDataset[Any]):
@@ -62,8 +79,6 @@ class Shard(IterableDataset[Any]):
             yield failure(error, f"reading the {self._name} on rank {self._rank}")
 
     def _part(self) -> Iterator[Any]:
-        if not hasattr(self._dataset, "shard"):
-            return islice(self._dataset, self._rank, None, self._world_size)
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         index = self._rank + self._world_size * worker
@@ -92,40 +107,161 @@ class Items:
         return self._last or next(iter(self._waiting), None)
 
 
-@dataclass(frozen=True)
 class StreamBatches:
-    """Makes the batches of an iterable data set, as ``batch_plan.plans`` and ``Fetch`` do for map-style ones."""
+    """Makes the batches of an iterable data set, as ``batch_plan.plans`` and ``Fetch`` do for map-style ones.
 
-    dataset: Any
-    cut: BatchPlanner
-    agree: Agree
-    workers: Workers
-    collate: Collate | None
-    name: str
+    Args:
+        resume: The state of the stream at or before the start, if a checkpoint has one.
+        tell: Called with messages about the stream.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        cut: BatchPlanner,
+        agree: Agree,
+        workers: Workers,
+        collate: Collate | None,
+        name: str,
+        resume: StreamState | None = None,
+        tell: Callable[[str], object] = lambda message: None,
+    ) -> None:
+        self._dataset, self._cut, self._agree, self._workers = dataset, cut, agree, workers
+        self._collate, self._name, self._tell = collate, name, tell
+        self._resume, self._compared = resume, cut.world_size == 1
+        self._divided = divides_itself(dataset)
+        self.states = RecentStates()
 
     def batches(self, epochs: int, start: tuple[int, int], first_step: int) -> Generator[Batch, None, None]:
         """Yields all batches from ``start`` on. Reads one batch ahead, to know the last one of each epoch.
 
         All ranks must call this together, because they agree on the size of each batch.
         """
-        step = first_step
+        step, read = first_step, self._epoch_of_parts if self._divided else self._epoch
         for epoch in range(start[0], epochs):
             position = start[1] if epoch == start[0] else 0
             held: Batch | None = None
-            for batch in self._epoch(epoch, position, step):
+            for batch in read(epoch, position, step):
                 if held is not None:
                     yield held
                 held, step = batch, step + 1
             if held is not None:
                 yield replace(held, last=True)
 
+    # The whole stream
+
     def _epoch(self, epoch: int, position: int, step: int) -> Iterator[Batch]:
-        with closing(self._open(epoch)) as chunks:
-            items = Items(chain.from_iterable(chunks))
-            items.take_items(by_weights(position, [1] * self.cut.world_size)[self.cut.rank])
+        cut = self._cut
+        with closing(self._from(epoch, position)) as items:
             while True:
-                shares = self.cut.draw(step, self.cut.batch_size)
-                taken = items.take_items(shares[self.cut.rank])
+                taken = list(islice(items, cut.batch_size))
+                self._check_same(taken, position)
+                if not taken:
+                    return
+                shares = cut.draw(step, len(taken))
+                reads = cut.reads(np.arange(position, position + len(taken)), shares, 0)
+                parts = [[taken[number - position] for number in ids.tolist()] for ids, _ in reads]
+                values = [self._joined(part, ids) for part, (ids, _) in zip(parts, reads, strict=True)]
+                index = position // cut.batch_size
+                plan = BatchPlan(epoch, index, position, len(taken), shares, False, reads)
+                self.states.made((epoch, position))
+                del taken, parts
+                yield plan.batch(values)
+                position, step = position + plan.size, step + 1
+
+    def _check_same(self, taken: list[Any], position: int) -> None:
+        """Compares the number of items that the ranks found, and once the first item. A collective call.
+
+        Raises:
+            DataError: If it is not the same number, or there is no item in the whole epoch.
+        """
+        sizes = [int(size) for size in self._agree(len(taken))]
+        if len(set(sizes)) > 1:
+            raise DataError(
+                f"the {self._name} has another end on one rank than on another: at sample {position} the ranks have "
+                f"{preview(sizes)} more. Every rank must read the same stream; one that divides itself does it by a "
+                "method shard(index, count)"
+            )
+        if not taken and position == 0:
+            raise DataError(
+                f"the {self._name} is empty, or can be iterated only once: it gave no sample at all"
+            )
+        if not self._compared:
+            self._compared = True
+            digests = self._agree(int(_digest(taken[0])[:_DIGITS] or "0", 16)) if taken else [0]
+            if len(set(digests)) > 1:
+                self._tell(
+                    f"the first sample of the {self._name} is not the same on all ranks. If it is random, all is well; "
+                    "but a stream that divides itself by rank is divided twice, and its samples are lost: give every "
+                    "rank the whole stream"
+                )
+
+    def _from(self, epoch: int, position: int) -> Generator[Any, None, None]:
+        """Yields the items from ``position`` on."""
+        self._set_epoch(epoch)
+        resume = self._resume
+        if resume is not None and resume.epoch == epoch and resume.read <= position:
+            copy = None if self._workers.count else copied(self._dataset)  # workers have copies
+            reading = self._read(epoch, resume.read, resume.state, copy)
+            first = list(islice(reading, 1))
+            if all(self._agree(int(bool(first) and _digest(first[0]) == resume.following))):
+                self.states.keep(resume)
+                yield from islice(chain(first, reading), position - resume.read, None)
+                return
+            reading.close()
+            words = (
+                f"the state of the {self._name} does not lead to the sample that came next before: it does not hold "
+                "all (a shuffle buffer, perhaps), or samples are random"
+            )
+            if copy is None and not self._workers.count:
+                raise DataError(f"{words}. It cannot be read again in this process: read it with one worker")
+            self._tell(f"{words}. The {position} samples before are read again")
+        with closing(self._read(epoch, 0, None)) as items:
+            skipped = sum(1 for _ in islice(items, position))
+            if skipped < position:
+                raise DataError(
+                    f"the {self._name} ended after {skipped} samples, and the run goes on after {position}: it must "
+                    "give the same samples when it is read again"
+                )
+            yield from items
+
+    def _read(self, epoch: int, count: int, state: Any, dataset: Any = None) -> Generator[Any, None, None]:
+        """Yields the items from number ``count`` on, where the stream is in ``state``, and keeps further states."""
+        workers = min(self._workers.count, 1)
+        whole = WholeStream(
+            self._dataset if dataset is None else dataset,
+            _CHUNK if workers else 1,
+            self._name,
+            self._cut.rank,
+            state,
+        )
+        found: Any = None
+        with closing(self._open(whole, workers)) as chunks:
+            for items, later in chunks:
+                if found is not None:
+                    self.states.keep(StreamState(epoch, count, found, _digest(items[0])))
+                yield from items
+                count, found = count + len(items), later
+
+    def _open(self, reader: IterableDataset[Any], count: int) -> Any:
+        return replace(self._workers, count=count, pin_memory=False).read(reader)
+
+    def _set_epoch(self, epoch: int) -> None:
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+
+    # Parts of the ranks
+
+    def _epoch_of_parts(self, epoch: int, position: int, step: int) -> Iterator[Batch]:
+        self._set_epoch(epoch)
+        cut, count = self._cut, self._workers.count
+        shard = Shard(self._dataset, cut.rank, cut.world_size, _CHUNK if count else 1, self._name)
+        with closing(self._open(shard, count)) as chunks:
+            items = Items(chain.from_iterable(chunks))
+            items.take_items(by_weights(position, [1] * cut.world_size)[cut.rank])
+            while True:
+                shares = cut.draw(step, cut.batch_size)
+                taken = items.take_items(shares[cut.rank])
                 spare = items.any()
                 sizes = self._agreed(len(taken) if spare else _NOTHING_AT_ALL)
                 if not any(sizes) or spare is None:
@@ -133,26 +269,18 @@ class StreamBatches:
                 yield self._batch(epoch, position, sizes, taken, spare)
                 position, step = position + sum(sizes), step + 1
 
-    def _open(self, epoch: int) -> Any:
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-        count = self.workers.count if hasattr(self.dataset, "shard") else min(self.workers.count, 1)
-        cut = self.cut
-        shard = Shard(self.dataset, cut.rank, cut.world_size, _CHUNK if count else 1, self.name)
-        return replace(self.workers, count=count, pin_memory=False).read(shard)
-
     def _agreed(self, local_size: int) -> tuple[int, ...]:
         """Gathers the number of samples that each rank has for the next batch. All ranks must call this together.
 
         Raises:
             DataError: If a rank never had any sample.
         """
-        sizes = tuple(int(size) for size in self.agree(local_size))
+        sizes = tuple(int(size) for size in self._agree(local_size))
         empty = [rank for rank, size in enumerate(sizes) if size == _NOTHING_AT_ALL]
         if empty:
             raise DataError(
-                f"the {self.name} gave no sample at all to rank {preview(empty)} of {len(sizes)}; "
-                "use at most as many ranks as it has samples (or parts, if it shards itself)"
+                f"the {self._name} gave no sample at all to rank {preview(empty)} of {len(sizes)}; "
+                "use at most as many ranks as it has parts"
             )
         return sizes
 
@@ -165,20 +293,38 @@ class StreamBatches:
         spare: tuple[int, Any],
     ) -> Batch:
         items = iter(taken)
-        table = self.cut.table(sum(sizes), sizes)
-        mine = [list(islice(items, len(row[self.cut.rank]))) for row in table]
+        table = self._cut.table(sum(sizes), sizes)
+        mine = [list(islice(items, len(row[self._cut.rank]))) for row in table]
         reads = [(self._ids(part or [spare]), int(len(part) > 0)) for part in mine]
-        values = [self._joined(part or [spare]) for part in mine]
-        index = position // self.cut.batch_size
+        values = [
+            self._joined([item for _, item in part or [spare]], ids)
+            for part, (ids, _) in zip(mine, reads, strict=True)
+        ]
+        index = position // self._cut.batch_size
         return BatchPlan(epoch, index, position, sum(sizes), sizes, False, reads).batch(values)
 
-    def _ids(self, part: list[tuple[int, Any]]) -> Any:
+    def _ids(self, part: list[tuple[int, Any]]) -> Ids:
         """Returns the index of each item in the whole data set, assuming that the items of the ranks alternate."""
         numbers = np.array([number for number, _ in part], dtype=np.int64)
-        return numbers * self.cut.world_size + self.cut.rank
+        return numbers * self._cut.world_size + self._cut.rank
 
-    def _joined(self, part: list[tuple[int, Any]]) -> Fetched:
+    def _joined(self, items: list[Any], ids: Ids) -> Fetched:
         try:
-            return join([item for _, item in part], self._ids(part).tolist(), self.collate, self.name)
+            return join(items, ids.tolist(), self._collate, self._name)
         except Exception as error:
-            raise DataError(failure(error, f"collating the {self.name}").message) from error
+            raise DataError(failure(error, f"collating the {self._name}").message) from error
+
+
+def divides_itself(dataset: Any) -> bool:
+    """Returns True if the data set has a method ``shard(index, count)``. That of Hugging Face's, which takes
+    ``num_shards`` first, is another one."""
+    shard = getattr(dataset, "shard", None)
+    return callable(shard) and "num_shards" not in inspect.signature(shard).parameters
+
+
+def _digest(item: Any) -> str:
+    """Returns the digest of an item; empty if it cannot be pickled."""
+    try:
+        return digest_of(item)
+    except (TypeError, AttributeError, pickle.PicklingError):
+        return ""

@@ -34,6 +34,7 @@ from evener.data.prefetch import Batches, Convert, Delivery, cut_to, delivery_to
 from evener.data.rounds import RoundBatch, RoundPlanner, Rounds
 from evener.data.sampler import Ids, ListedOrder, Order
 from evener.data.sections import RangeReader, SectionBatches, SectionPlanner, Sections
+from evener.data.stream_state import RecentStates, StreamState
 from evener.data.workers import Workers
 from evener.errors import ConfigurationError
 from evener.hardware.accelerators import WITH_STREAMS
@@ -71,6 +72,8 @@ class Loader(Iterator[Batch]):
         skips: If True, samples that cannot be read are left out and listed in ``Batch.skipped``.
         rounds: Makes every batch a round of local steps (``RoundBatch``) or a section of asynchronous training
             (``SectionBatch``), which has its own batch size, micro-batch and number of parts.
+        resume: The state of an iterable data set at or before the start, if a checkpoint has one.
+        tell: Called with messages about an iterable data set.
 
     Raises:
         ConfigurationError: If the data set is empty, its size differs from the order's, or an argument is invalid.
@@ -105,6 +108,8 @@ class Loader(Iterator[Batch]):
         timeout_seconds: float = 600,
         skips: bool = False,
         rounds: Rounds | Sections | None = None,
+        resume: StreamState | None = None,
+        tell: Callable[[str], object] = lambda message: None,
     ) -> None:
         device = torch.device(device)
         self._batches: Batches | _Rounds | SectionBatches
@@ -123,6 +128,8 @@ class Loader(Iterator[Batch]):
             workers, prefetch_factor, start_method, timeout_seconds, _seed_of(seed, rank), pin_memory
         )
         delivery = delivery_to(device, convert)
+        self.stream_states = RecentStates()
+        """The states of an iterable data set that has any."""
         self.steps: int | None
         """Global batches from the start to the end of the last epoch; None for an iterable data set."""
         self.lookahead: int
@@ -133,7 +140,9 @@ class Loader(Iterator[Batch]):
                     f"samples of the {name} cannot be skipped: an iterable data set ends with its first exception; "
                     "leave out in it what cannot be read, or use a map-style one"
                 )
-            stream = StreamBatches(dataset, cut, _agreement(agree, world_size), pool, collate, name)
+            agreement = _agreement(agree, world_size)
+            stream = StreamBatches(dataset, cut, agreement, pool, collate, name, resume, tell)
+            self.stream_states = stream.states
             batches = stream.batches(epochs, start, first_step)
             self.steps, self.lookahead = None, 1 + delivery.ahead
         else:

@@ -63,7 +63,7 @@ class ShardOrder(Order):
             )
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], seed: int, together: int, window: int) -> ShardOrder:
+    def of_lengths(cls, lengths: tuple[int, ...], seed: int, together: int, window: int) -> ShardOrder:
         """Creates the shuffled order of shards of these lengths."""
         return cls(sum(lengths), seed, lengths=lengths, together=together, window=window)
 

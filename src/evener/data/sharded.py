@@ -134,7 +134,7 @@ class ShardedDataset(Dataset[Any]):
 
     def global_order(self, seed: int) -> ShardOrder:
         """Returns the order of training for a seed."""
-        return ShardOrder.of(self.lengths, seed, self.together, self.window)
+        return ShardOrder.of_lengths(self.lengths, seed, self.together, self.window)
 
     def batch_sampler(self, batch_size: int, generator: torch.Generator | None = None) -> ShardBatchSampler:
         """Returns the batch sampler of a ``DataLoader`` of this data set, with a new order in each pass."""

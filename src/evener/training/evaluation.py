@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from evener.balance.base import Equal, Fixed
 from evener.core.losses import Accumulator, metric
 from evener.core.records import EvaluationRecord
-from evener.core.task.validation import check_dataset
+from evener.core.task.validation import as_dataset, check_dataset
 from evener.core.types import Tree
 from evener.data.batch import MicroBatch, map_leaves
 from evener.data.loader import Loader
@@ -84,6 +84,7 @@ def examine(
         everywhere: Whether every rank gets the kept data.
     """
     check_dataset(dataset, "the dataset")
+    dataset = as_dataset(dataset)
     accumulators, samples = _accumulators(learner) if measured else {}, 0
     pieces: list[Piece] = []
     with evaluating(learner.model):

@@ -20,6 +20,7 @@ from evener.core.plugins import find, kind_of
 from evener.core.task.average import Average, UpdateAverages, as_average
 from evener.core.task.device_errors import explaining_placement
 from evener.core.task.validation import (
+    as_dataset,
     check_dataset,
     check_function,
     check_metrics,
@@ -128,6 +129,8 @@ class Task:
         object.__setattr__(self, "average", as_average(self.average))
         for name, (signature, optional) in _FUNCTIONS.items():
             check_function(name, getattr(self, name), signature, optional)
+        for name in ("train", "evaluate"):
+            object.__setattr__(self, name, as_dataset(getattr(self, name)))
         for name in ("batch_size", "epochs"):
             object.__setattr__(self, name, positive(name, getattr(self, name)))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -97,7 +97,7 @@ def _cure(dataset: object) -> str | None:
             "give what it loads, loader.dataset: Evener divides the batches itself. Its batch size and collate "
             "function are Task(batch_size=..., collate=...), its workers a setting of the run"
         )
-    if isinstance(dataset, IterableDataset):
+    if isinstance(dataset, IterableDataset) or is_bare_stream(dataset):
         return None
     if isinstance(dataset, Mapping):
         return f"give one of its parts, such as dataset[{next(iter(dataset), 'train')!r}]"
@@ -106,6 +106,43 @@ def _cure(dataset: object) -> str | None:
     if isinstance(dataset, str | bytes | PurePath) or dataset is None:
         return "give a torch.utils.data.Dataset that reads it"
     return _cure_of_arrays(dataset)
+
+
+def is_bare_stream(dataset: object) -> bool:
+    """Returns True for an object that can be iterated and has a state, but is no ``IterableDataset``."""
+    methods = ("__iter__", "state_dict", "load_state_dict")
+    others = ("__next__", "__getitem__")
+    return (
+        not isinstance(dataset, IterableDataset | DataLoader | type)
+        and all(hasattr(dataset, name) for name in methods)
+        and not any(hasattr(dataset, name) for name in others)
+    )
+
+
+class BareStream(IterableDataset[Any]):
+    """Makes an ``IterableDataset`` of an object that can be iterated and has a state."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.inner)
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict(state)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the object the epoch, if it asks for it."""
+        if hasattr(self.inner, "set_epoch"):
+            self.inner.set_epoch(epoch)
+
+
+def as_dataset(dataset: Any) -> Any:
+    """Returns the data set itself, or makes one of an object that can be iterated and has a state."""
+    return BareStream(dataset) if is_bare_stream(dataset) else dataset
 
 
 def _cure_of_arrays(dataset: object) -> str | None:

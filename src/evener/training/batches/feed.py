@@ -23,6 +23,7 @@ from evener.data.batch import Batch
 from evener.data.loader import Loader
 from evener.data.rounds import Rounds
 from evener.data.sections import Sections
+from evener.data.stream_state import StreamState
 from evener.distributed.control_channel import Channel
 from evener.errors import ConfigurationError
 from evener.strategies.dataset_view import Reading
@@ -57,6 +58,11 @@ class BatchFeed:
             config = check_rounds(config, learner, learner.rounds)
             self._reading = replace(self._reading, ranks=learner.rounds.parts)
         self._listed = _agreed_order(self._reading, learner.session.control)
+        if config.steps is None and getattr(self._reading.dataset, "endless", False):
+            raise ConfigurationError(
+                "the training set says that it is endless, and so is an epoch of it: give the run a number of steps "
+                "(--steps N, or steps=N)"
+            )
         self._config, self._unlike = settled(config, learner.session, self._reading)
         self.skips = Skips(self._reading.size, learner.session) if check_skipping(config, learner) else None
         self._loader: Loader | None = None
@@ -64,6 +70,8 @@ class BatchFeed:
         """The loader that is made but not open yet, after its key: start, steps, and identity of the balancer state."""
         self.balancer: Balancer | None = None
         self.balancer_state: dict[str, Any] = {}
+        self.stream_state: StreamState | None = None
+        """The state of an iterable dataset at or before the progress that the run resumes from."""
         self._told, self._learns = 0, False
         self._graphs: tuple[int, ...] = ()
         self._pieces, self._events = PieceSizes(), list[MemoryRecord | Note]()
@@ -148,6 +156,8 @@ class BatchFeed:
             first_step=progress.steps,
             skips=self.skips is not None,
             rounds=self._learner.rounds,
+            resume=self.stream_state,
+            tell=lambda message: self._events.append(Note(progress.steps, message)),
         )
         # Besides the loader's read-ahead, a batch is looked at one step early, and times are known late.
         drawn_ahead = max(self._learner.session.control.gather_objects(loader.lookahead))
@@ -285,6 +295,12 @@ class BatchFeed:
             skips=self.skips is not None,
             weights=self.speeds(steps_done),
         )
+
+    def stream_at(self, progress: Progress) -> dict[str, Any] | None:
+        """Returns the state of an iterable dataset at or before ``progress``. None if it has none."""
+        place = progress.epoch, progress.position
+        found = self.stream_state if self._loader is None else self._loader.stream_states.before(*place)
+        return None if found is None or found.epoch != progress.epoch else found.as_plain()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the balancer has learned."""

@@ -17,6 +17,7 @@ from evener.checkpoint.run_mark import Identity
 from evener.components import state_dict as state
 from evener.core.config.run_config import RunConfig
 from evener.data.fingerprint import Fingerprint, difference, fingerprint
+from evener.data.stream_state import StreamState
 from evener.errors import CheckpointError, ConfigurationError
 from evener.strategies.learner import Learner
 from evener.training.batches.feed import BatchFeed
@@ -104,6 +105,7 @@ class RunState:
     def _rest(self) -> dict[str, Any]:
         return {
             "balancer": self._feed.state_dict(),
+            "stream": self._feed.stream_at(self.progress),
             "scheduler": self._scheduler.state_dict() if self._scheduler else None,
             "progress": self._feed.sample_order().saved(self.progress),
             "identity": self.identity.as_plain(),
@@ -148,6 +150,8 @@ class RunState:
             self.identity = Identity.from_plain(rest["identity"])
         self._learner.updated_early.clear()
         self._feed.balancer_state, self._feed.first_step = rest.get("balancer", {}), progress.steps
+        stream = rest.get("stream")
+        self._feed.stream_state = None if stream is None else StreamState.from_plain(stream)
 
     # In checkpoints
 
