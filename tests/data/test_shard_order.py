@@ -12,7 +12,11 @@ from evener.errors import ConfigurationError
 
 lengths = st.lists(st.integers(0, 13), min_size=1, max_size=9).filter(any).map(tuple)
 orders = st.builds(
-    ShardOrder.of, lengths, seed=st.integers(0, 99), together=st.integers(1, 4), window=st.integers(0, 5)
+    ShardOrder.of_lengths,
+    lengths,
+    seed=st.integers(0, 99),
+    together=st.integers(1, 4),
+    window=st.integers(0, 5),
 )
 
 

@@ -95,7 +95,7 @@ class WholeStream(IterableDataset[Any]):
                 unseen, state = unseen + len(chunk), None
                 if holder is not None and unseen >= _BETWEEN:
                     unseen, state = 0, deepcopy(holder.state_dict())
-                    _check_plain(state)
+                    check_plain(state)
                 yield chunk, state
         except Exception as error:
             yield failure(error, self._doing)
@@ -128,7 +128,7 @@ def has_state(thing: Any) -> bool:
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
-def _check_plain(state: Any) -> None:
+def check_plain(state: Any) -> None:
     """Raises:
     DataError: If a checkpoint cannot hold the state, because reading it might run code of a stranger.
     """
@@ -144,4 +144,4 @@ def _check_plain(state: Any) -> None:
             "numbers, text, None, tensors, and lists and dictionaries of them"
         )
     for part in parts:
-        _check_plain(part)
+        check_plain(part)

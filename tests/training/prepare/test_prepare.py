@@ -381,6 +381,9 @@ class Stream(IterableDataset[Any]):
         yield from rows()
 
 
+SHARDS = evener.ShardedDataset(["a", "b"], lambda key: rows(), lengths=[26, 26])
+
+
 def test_what_cannot_be_divided_is_refused_in_words() -> None:
     model = model_of()
     divided = DistributedSampler(rows(), num_replicas=2, rank=0)
@@ -390,7 +393,8 @@ def test_what_cannot_be_divided_is_refused_in_words() -> None:
             ((nn.DataParallel(model),), "a model in DataParallel is divided already"),
             ((model, 3), "does not know what to do with .*int"),
             ((model, nn.CrossEntropyLoss), "does not know what to do with"),
-            ((model, DataLoader(Stream(), batch_size=3)), "cannot divide a DataLoader of an IterableDataset"),
+            ((model, DataLoader(Stream(), batch_size=None)), "this DataLoader has batch_size=None"),
+            ((model, DataLoader(SHARDS, shuffle=True)), "shuffles shards opens one for each sample"),
             ((model, DataLoader(rows(), batch_size=None)), "this DataLoader has batch_size=None"),
             ((model, DataLoader(rows(), sampler=divided)), "has a DistributedSampler, .* leave it out"),
             ((model, sgd(model_of())), "an optimizer has 4 parameters, the first of shape .* of no model"),

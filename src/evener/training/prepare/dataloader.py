@@ -5,20 +5,21 @@ collate function, workers and pinning are the loader's own::
 
     user's batch sampler ─▶ [7 2 9 4 1] ─▶ shares 3, 2 ─▶ rank 0: [7 2 9]   rank 1: [4 1] ─▶ torch's DataLoader
 
-A rank without a share reads the batch's first sample, which does not count.
+A rank without a share reads the batch's first sample, which does not count. The batches of a stream, which has no
+indices, are read whole (:mod:`evener.training.prepare.stream`).
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from evener.balance.base import Balancer
@@ -30,6 +31,7 @@ from evener.training.factory import balancer_called
 from evener.training.prepare.batch_tensors import marked
 from evener.training.prepare.loop_state import CurrentBatch, LoopState
 from evener.training.prepare.rng import apart
+from evener.training.prepare.stream import WholeBatches
 
 _KEPT = (
     *("dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
@@ -81,6 +83,16 @@ class Shares:
                 yield own
             position += len(indices)
 
+    def of_stream(self, whole: WholeBatches, collate: Callable[[list[Any]], Any]) -> Iterator[Any]:
+        """Yields this rank's share of each batch of a stream, collated."""
+        skip, self.skip = self.skip, 0
+        for index, position, digest, items in whole:
+            if index >= skip:
+                batch, own = self._share(list(range(position, position + len(items))), index, position)
+                mark = zlib.crc32(f"{index} {len(items)} {digest}".encode())
+                self.drawn.append(CurrentBatch(batch, float(mark)))
+                yield collate([items[number - position] for number in own])
+
     def _share(self, indices: list[Any], index: int, position: int) -> tuple[Batch, list[Any]]:
         shares = self._balancer.shares(self.step, len(indices))
         self.step += 1
@@ -117,11 +129,17 @@ class PreparedLoader:
         self._shares = Shares(loader.batch_sampler, self.balancer, place)
         kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
         self._generator = apart(0, place.rank)
-        self._reader: DataLoader[Any] = DataLoader(
-            batch_sampler=self._shares,
-            generator=self._generator,
-            **kept,
-        )
+        self._stream: WholeBatches | None = None
+        self._collate = loader.collate_fn
+        if isinstance(loader.dataset, IterableDataset):
+            options = {name: value for name, value in kept.items() if name not in ("dataset", "collate_fn")}
+            self._stream = WholeBatches(loader, options, self._generator, place)
+        else:
+            self._reader: DataLoader[Any] = DataLoader(
+                batch_sampler=self._shares,
+                generator=self._generator,
+                **kept,
+            )
         self._handed_out = self._passes = 0
         self._current_batch: CurrentBatch | None = None
         self._began = self._ordered = place.random.held()
@@ -186,16 +204,20 @@ class PreparedLoader:
 
     def _reading(self) -> Iterator[Any]:
         """Starts a new pass of the reader. Seeds workers as the plain loader would: persistent ones only once."""
-        if self._passes > 1 and self.given.persistent_workers and self.given.num_workers:
-            return iter(self._reader)
-        with self._place.random.drawn():
-            seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.given.generator))
-        self._generator.set_state(apart(seed, self._place.rank).get_state())
-        return iter(self._reader)
+        if self._passes == 1 or not (self.given.persistent_workers and self.given.num_workers):
+            with self._place.random.drawn():
+                seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.given.generator))
+            rank = self._place.rank if self._stream is None else 0  # all ranks read the same stream
+            self._generator.set_state(apart(seed, rank).get_state())
+        return (
+            iter(self._reader)
+            if self._stream is None
+            else self._shares.of_stream(self._stream, self._collate)
+        )
 
     def set_epoch(self, epoch: int) -> None:
-        """Calls ``set_epoch`` of the user's samplers, if they have it."""
-        samplers: tuple[Any, ...] = (self.sampler, self.batch_sampler)
+        """Calls ``set_epoch`` of the user's samplers and data set, if they have it."""
+        samplers: tuple[Any, ...] = (self.sampler, self.batch_sampler, self.dataset)
         for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
@@ -209,6 +231,7 @@ class PreparedLoader:
             "ordered": self._ordered,
             "balancer": self.balancer.state_dict(),
             "step": self._shares.step - len(self._shares.drawn),
+            "stream": self._stream.state_dict() if self._stream is not None and self._handed_out else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -217,21 +240,23 @@ class PreparedLoader:
         self._shares.step = state["step"]
         self.balancer.load_state_dict(state["balancer"])
         self._resumed = (state["began"], state["ordered"]) if state["batches"] else None
+        if self._stream is not None and state.get("stream") is not None:
+            self._stream.load_state_dict(state["stream"])
 
 
 _NOTHING = object()
 
 
 def _check(loader: DataLoader[Any]) -> None:
-    if isinstance(loader.dataset, IterableDataset):
-        raise ConfigurationError(
-            "evener.prepare cannot divide a DataLoader of an IterableDataset, which has no numbers of samples; "
-            "evener.Engine reads such data, see docs/data.md"
-        )
-    if loader.batch_sampler is None:
+    if loader.batch_size is None and loader.batch_sampler is None:
         raise ConfigurationError(
             "evener.prepare divides batches, and this DataLoader has batch_size=None: give it the batch size of all "
             "devices together"
+        )
+    if hasattr(loader.dataset, "global_order") and isinstance(loader.sampler, RandomSampler):
+        raise ConfigurationError(
+            "a DataLoader that shuffles shards opens one for each sample: give it the batches in the order of shards, "
+            "DataLoader(dataset, batch_sampler=dataset.batch_sampler(batch_size))"
         )
     parts = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     if any(isinstance(part, DistributedSampler) for part in parts):
