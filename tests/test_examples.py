@@ -43,6 +43,7 @@ SHOWN = {
     "graph_network": r"accuracy 0\.[7-9]",
     "mixture_of_experts": r"accuracy 0\.[4-9]\d*, without room 0\.0",
     "iterable_dataset": r"602 samples in 32 steps, last loss \d",
+    "shards": r"612 samples in 32 steps, last loss \d",
 }
 """What each prints on rank 0 of two."""
 

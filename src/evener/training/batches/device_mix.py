@@ -7,6 +7,7 @@ from torch.utils.data import IterableDataset
 
 from evener.balance.throttle import Throttle
 from evener.core.config.run_config import RunConfig
+from evener.data.iterable import divides_itself
 from evener.distributed.session import Session
 from evener.hardware import accelerators
 from evener.hardware.survey.host import processor_name
@@ -17,15 +18,16 @@ from evener.training.factory import balance_of
 def settled(config: RunConfig, session: Session, reading: Reading) -> tuple[RunConfig, str]:
     """Returns the settings with a balance, and a message for the user, empty if there is none.
 
-    A collective call if the settings name no balance. Shares stay equal for an iterable data set, whose shares decide
-    which samples meet in a batch, and if PyTorch is set to deterministic algorithms, with which the same bits are
-    wanted again.
+    A collective call if the settings name no balance. Shares stay equal for an iterable data set of which each rank
+    reads a part, for then they decide which samples meet in a batch. They stay equal, too, if PyTorch is set to
+    deterministic algorithms, with which the same bits are wanted again.
     """
     if config.balance is not None:
         return config, ""
     equal = config.replace(balance="equal")
     open_to_speed = balance_of(config, reading.ranks, unlike=True) == "auto" and reading.balanced
-    if not open_to_speed or isinstance(reading.dataset, IterableDataset):
+    in_parts = isinstance(reading.dataset, IterableDataset) and divides_itself(reading.dataset)
+    if not open_to_speed or in_parts:
         return equal, ""
     why = why_by_speed(config, session)
     return (config.replace(balance="auto"), why) if why else (equal, "")
