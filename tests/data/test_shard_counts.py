@@ -103,7 +103,7 @@ def test_a_shard_that_cannot_be_counted_is_named_on_all_ranks_and_the_rest_is_ke
 
     messages = on_ranks([ShardedDataset(files, opener) for _ in range(2)], file=tmp_path / COUNTS)
     assert all("rank 1: counting sample 1 of shard" in message for message in messages)
-    assert len(json.loads((tmp_path / COUNTS).read_text())) == 2
+    assert len(json.loads((tmp_path / COUNTS).read_text())) == 3
 
 
 def test_ranks_that_list_other_shards_are_told(files: list[Path]) -> None:
@@ -114,8 +114,14 @@ def test_ranks_that_list_other_shards_are_told(files: list[Path]) -> None:
 
 def test_ranks_with_files_of_their_own_count_them(files: list[Path]) -> None:
     datasets = [ShardedDataset(files[:2], Lines()), ShardedDataset(files[2:], Lines())]
+    datasets[1].set_length(2, 5)
     assert on_ranks(datasets, shared=False) == ["", ""]
     assert [dataset.lengths for dataset in datasets] == [(1, 2), (3, 4, 5)]
+
+
+def test_a_length_that_is_no_number_is_named_on_all_ranks() -> None:
+    datasets = [ShardedDataset(["ab"], Lines(), lengths=lambda shard: "three") for _ in range(2)]  # type: ignore[arg-type,return-value]
+    assert all("shard ab cannot have 'three' samples" in message for message in on_ranks(datasets))
 
 
 def test_other_data_sets_are_left_alone() -> None:

@@ -52,7 +52,7 @@ def count_together(
                 if length is not None:
                     dataset.set_length(index, length)
         listed = zlib.crc32("\n".join(dataset.names).encode()) if sharded else None
-        said = gather((listed, dict(dataset.known) if sharded else {}))
+        said = gather((listed, dict(dataset.known), len(dataset.uncounted)) if sharded else (None, {}, 0))
         if shared and len({each[0] for each in said}) > 1:
             raise ConfigurationError(
                 f"the ranks list different shards of the {name}, or in another order: list the same on every rank, "
@@ -72,41 +72,35 @@ def count_together(
 
 
 def _count(
-    dataset: ShardedDataset | None,
+    dataset: Any,
     rank: int,
     gather: Gather,
-    said: Sequence[tuple[Any, Mapping[int, int]]],
+    said: Sequence[tuple[Any, Mapping[int, int], int]],
     limit_seconds: float,
     shared: bool,
 ) -> None:
-    """Counts the shards whose lengths no rank has said: each rank one at a time, or each rank all of its own."""
+    """Counts the shards whose lengths no rank has said. In each round a rank counts one shard, so none waits long."""
+    ranks, rounds = len(said), max(uncounted for _, _, uncounted in said)
     if shared and dataset is not None:
-        for _, known in said:
-            for index, length in known.items():
-                dataset.set_length(index, length)
-        missing, ranks = dataset.uncounted, len(said)
-        for start in range(0, len(missing), ranks):
-            batch = missing[start : start + ranks]
-            found = gather(_tried(dataset, batch[rank], limit_seconds) if rank < len(batch) else 0)
-            _check(found)
-            for index, length in zip(batch, found, strict=False):
-                dataset.set_length(index, length)
-    elif not shared:
-        message: Any = 0
-        for index in [] if dataset is None else dataset.uncounted:
-            message = _tried(dataset, index, limit_seconds)
-            if isinstance(message, str):
-                break
-            dataset.set_length(index, message)  # type: ignore[union-attr]
-        _check(gather(message))
+        for _, known, _ in said:
+            dataset.known |= known
+        rounds = -(-len(dataset.uncounted) // ranks)
+    missing = [] if dataset is None else dataset.uncounted
+    mine = missing[rank::ranks] if shared else missing
+    for turn in range(rounds):
+        found = gather(_tried(dataset, mine[turn], limit_seconds) if turn < len(mine) else 0)
+        _check(found)
+        if shared:
+            dataset.known |= zip(missing[turn * ranks :], found, strict=False)
 
 
-def _tried(dataset: Any, index: int, limit_seconds: float) -> int | str:
-    """Returns the length of a shard, or the error message."""
+def _tried(dataset: ShardedDataset, index: int, limit_seconds: float) -> int | str:
+    """Counts a shard. Returns its length, or the error message."""
     try:
-        return int(dataset.count(index, limit_seconds))
+        dataset.set_length(index, dataset.count(index, limit_seconds))
     except (DataError, ConfigurationError) as error:
         return str(error)
+    return dataset.known[index]
 
 
 def _check(found: Sequence[int | str]) -> None:
