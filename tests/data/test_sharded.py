@@ -175,6 +175,21 @@ def test_a_table_is_read_by_number() -> None:
     assert data[1] == (1.0, 1)
 
 
+def test_workers_do_not_share_the_position_of_a_file_that_was_open_before(tmp_path: Path) -> None:
+    """The file is longer than the buffer in which Python reads ahead."""
+    path = tmp_path / "numbers"
+    path.write_text("".join(f"{number}\n" for number in range(9000)))
+
+    def lines(path: Path) -> Iterator[str]:
+        with path.open() as file:
+            yield from file
+
+    data = ShardedDataset([path], lines, decode=lambda line: pair(float(line)))
+    assert data[0] == (0.0, 0)
+    batches = Loader(data, data.global_order(0), batch_size=500, workers=2, start_method="fork")
+    assert [x for batch in batches for x in values(batch)] == list(map(float, range(9000)))
+
+
 def test_an_earlier_sample_opens_the_shard_again() -> None:
     opener = Opener()
     data = dataset(opener)
