@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 from typing import Any
@@ -197,6 +198,15 @@ class Stream(IterableDataset[Any]):
 
 def stream() -> Task:
     return _task(train=Stream())
+
+
+class StreamOfParts(Stream):
+    def shard(self, index: int, count: int) -> Any:
+        return itertools.islice(self, index, None, count)
+
+
+def stream_of_parts() -> Task:
+    return _task(train=StreamOfParts())
 
 
 class Resumable:

@@ -120,11 +120,17 @@ def test_buffers_that_a_forward_pass_writes_stay_equal(ranks: Any) -> None:
     assert divided[0].digest == divided[1].digest
 
 
-def test_an_iterable_dataset_is_summed_exactly(ranks: Any) -> None:
-    """There is no global order, so the reference is told which samples made which batch: an epoch in one batch."""
-    settings = {"batch_size": 64, "epochs": 3, "steps": None}
+def test_an_iterable_dataset_that_is_read_whole_is_that_of_one_device(ranks: Any) -> None:
+    settings = {"epochs": 3, "steps": None}
     divided = ranks(2).run(trajectory, "stream", **settings)
     assert apart(trajectory("stream", Environment(), **settings), divided[0]) <= 1e-12
+
+
+def test_an_iterable_dataset_of_parts_is_summed_exactly(ranks: Any) -> None:
+    """There is no global order, so the reference is told which samples made which batch: an epoch in one batch."""
+    settings = {"batch_size": 64, "epochs": 3, "steps": None}
+    divided = ranks(2).run(trajectory, "stream_of_parts", **settings)
+    assert apart(trajectory("stream_of_parts", Environment(), **settings), divided[0]) <= 1e-12
 
 
 def test_float32_agrees_to_its_own_precision(ranks: Any) -> None:

@@ -113,7 +113,8 @@ def divided(
         ("AB", {"balance": "equal"}, "Equal"),
         ("AB", {"wants_bits": True}, "Equal"),
         ("AB", {"strategy": "tensor", "task": "plain"}, "Equal"),
-        ("AB", {"task": "stream"}, "Equal"),
+        ("AB", {"task": "stream"}, "BySpeed"),
+        ("AB", {"task": "stream_of_parts"}, "Equal"),
     ],
     ids=str,
 )
