@@ -13,11 +13,12 @@ import re
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from evener.files import open_regular, read_json
 
 SUMS = "sums.json"
-_NAME = re.compile(r"rest\.pt|evaluation\.json|evener\.json|tensors\.json|\.metadata|__[0-9]+_[0-9]+\.distcp")
+NAME = re.compile(r"rest\.pt|evaluation\.json|evener\.json|tensors\.json|\.metadata|__[0-9]+_[0-9]+\.distcp")
 """Names of files that Evener writes into a checkpoint."""
 _CHUNK = 1 << 22
 
@@ -49,7 +50,7 @@ def damage(place: Path, part: int = 0, parts: int = 1) -> str:
         part: Index of the first file to check; every ``parts``-th file from it on is checked.
     """
     try:
-        sums = _read(place)
+        sums = sums_in(place)
         return next(filter(None, (_wrong(place / name, *sums[name]) for name in _own(sums, part, parts))), "")
     except (OSError, ValueError) as error:
         return f"{SUMS} cannot be read: {error}"
@@ -58,19 +59,33 @@ def damage(place: Path, part: int = 0, parts: int = 1) -> str:
 def lacking(place: Path, names: Collection[str]) -> str:
     """Names one of the files ``names`` that has no checksum, in a message. Returns "" if all have one."""
     try:
-        missing = sorted(set(names) - _read(place).keys())
+        missing = sorted(set(names) - sums_in(place).keys())
     except (OSError, ValueError) as error:
         return f"{SUMS} cannot be read: {error}"
     return f"{SUMS} has no checksum of {missing[0]}" if missing else ""
 
 
-def _read(place: Path) -> dict[str, tuple[int, int]]:
-    found = read_json(place / SUMS)
+def sums_in(place: Path) -> dict[str, tuple[int, int]]:
+    """Returns the sums of a checkpoint.
+
+    Raises:
+        OSError: If they cannot be read.
+        ValueError: If they are not what :func:`write` writes.
+    """
+    return checked(read_json(place / SUMS))
+
+
+def checked(found: Any) -> dict[str, tuple[int, int]]:
+    """Returns the sums that JSON holds. The names in them are those of Evener's own files, without directories.
+
+    Raises:
+        ValueError: If it holds anything else.
+    """
     if not isinstance(found, dict):
         raise ValueError(f"it holds a {type(found).__name__}")
     for name, entry in found.items():
         numbers = isinstance(entry, list) and len(entry) == 2 and all(type(number) is int for number in entry)
-        if not numbers or not _NAME.fullmatch(name):
+        if not numbers or entry[0] < 0 or not NAME.fullmatch(name):
             raise ValueError(f"{name[:80]!r} is no file of a checkpoint with its length and checksum")
     return {name: (nbytes, crc) for name, (nbytes, crc) in found.items()}
 

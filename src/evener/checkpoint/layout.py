@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evener.checkpoint.run_mark import MARK, UNMARKED, Identity, identity_in, lost_mark, mark_in, run_in
+from evener.core.elsewhere import shown
 from evener.core.text import few
 from evener.errors import CheckpointError, ConfigurationError
 from evener.files import read_json, read_text
@@ -28,7 +29,8 @@ CHECKPOINTS = "checkpoints"
 """The directory of checkpoints in a run directory."""
 _PREFIX = "step-"
 _LONGEST_NAME = 1000
-_NAME = re.compile(rf"{_PREFIX}([0-9]{{8,20}})")
+STEP = re.compile(rf"{_PREFIX}([0-9]{{8,20}})")
+"""Names of checkpoints."""
 _PARTIAL = re.compile(rf"\.{_PREFIX}([0-9]{{8,20}})(\.[0-9a-f]{{32}})?")
 _PARTIAL_MARK = re.compile(rf"\.{re.escape(MARK)}\.[0-9]+")
 
@@ -80,7 +82,7 @@ def saved_in(directory: Path) -> list[CheckpointDirectory]:
     latest = named(directory / LATEST)
     found = []
     for path in directory.glob(f"{_PREFIX}*"):
-        match = _NAME.fullmatch(path.name)
+        match = STEP.fullmatch(path.name)
         if match is None or not path.is_dir():
             continue
         steps = int(match[1])
@@ -93,7 +95,7 @@ def saved_in(directory: Path) -> list[CheckpointDirectory]:
 
 def wrong_mark(path: Path) -> str:
     """Describes what is wrong with the mark of a checkpoint directory. Returns "" if nothing is."""
-    match = _NAME.fullmatch(path.name)
+    match = STEP.fullmatch(path.name)
     return lost_mark(path, int(match[1])) if match else ""
 
 
@@ -182,7 +184,7 @@ def named(pointer: Path) -> str:
 
 def names_one(pointer: Path) -> bool:
     """Returns True if ``latest`` or ``best`` names something that may be a checkpoint."""
-    return _NAME.fullmatch(named(pointer)) is not None
+    return STEP.fullmatch(named(pointer)) is not None
 
 
 def candidates(path: Path) -> list[Path]:
@@ -204,10 +206,12 @@ def candidates(path: Path) -> list[Path]:
     others = [each.path for directory in places for each in saved_in(directory)]
     if others:
         raise ConfigurationError(
-            f"no checkpoint at {path}: the run there has saved none yet. Those in {others[0].parent} are of an earlier "
-            f"run: name one of them to go on from it ({few([other.name for other in others])})"
+            f"no checkpoint at {shown(path)}: the run there has saved none yet. Those in {others[0].parent} are of an "
+            f"earlier run: name one of them to go on from it ({few([other.name for other in others])})"
         )
-    raise ConfigurationError(f"no checkpoint at {path}: there is no {path / CHECKPOINTS / LATEST}")
+    raise ConfigurationError(
+        f"no checkpoint at {shown(path)}: there is no {shown(path / CHECKPOINTS / LATEST)}"
+    )
 
 
 def _best_in(directory: Path) -> Path:
@@ -223,14 +227,14 @@ def is_by_directory(path: Path) -> bool:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return (path / REST).is_file() or (_NAME.fullmatch(path.name) is not None and mark_in(path) is not None)
+    return (path / REST).is_file() or (STEP.fullmatch(path.name) is not None and mark_in(path) is not None)
 
 
 def lost_latest(directory: Path) -> str:
     """Describes a pointer ``latest`` to a missing checkpoint. Returns "" if it is right, or does not exist."""
     pointer = directory / LATEST
     name = named(pointer)
-    if not os.path.lexists(pointer) or (_NAME.fullmatch(name) and (directory / name).is_dir()):
+    if not os.path.lexists(pointer) or (STEP.fullmatch(name) and (directory / name).is_dir()):
         return ""
     return f"{pointer} names {name!r}, and no such checkpoint is there"
 
@@ -257,7 +261,7 @@ def refuse_foreign(directory: Path) -> None:
     if not directory.is_dir():
         return
     known = [each.path for each in saved_in(directory)]
-    alike = [path for path in directory.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name)]
+    alike = [path for path in directory.glob(f"{_PREFIX}*") if STEP.fullmatch(path.name)]
     pointers = foreign_pointers(directory) + foreign_value(directory)
     strange = [path.name for path in (*alike, *pointers) if path not in known]
     if strange:
@@ -281,7 +285,7 @@ def foreign_value(directory: Path) -> list[Path]:
     if not os.path.lexists(path) or names_one(directory / BEST):
         return []
     try:
-        own = _NAME.fullmatch(read_json(path)["checkpoint"]) is not None
+        own = STEP.fullmatch(read_json(path)["checkpoint"]) is not None
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         own = False
     return [] if own else [path]
@@ -361,7 +365,7 @@ def _prune(target: Path, keep: Keep) -> None:
 
 def is_marked(path: Path) -> bool:
     """Returns True if Evener wrote this directory under this name, as a checkpoint or in an interrupted save."""
-    match = _NAME.fullmatch(path.name) or _PARTIAL.fullmatch(path.name)
+    match = STEP.fullmatch(path.name) or _PARTIAL.fullmatch(path.name)
     return match is not None and not path.is_symlink() and identity_in(path, int(match[1])) is not None
 
 
@@ -375,7 +379,7 @@ def remove(checkpoint: Path) -> None:
     """
     with suppress(OSError):
         gone = checkpoint
-        if _NAME.fullmatch(checkpoint.name):
+        if STEP.fullmatch(checkpoint.name):
             gone = checkpoint.rename(fresh_partial_of(checkpoint))
         torn = [path for name in (*_OWN_FILES, MARK) for path in gone.glob(f".{name}.*")]
         for path in (*gone.glob("__*.distcp"), *(gone / name for name in _OWN_FILES), *torn, gone / MARK):

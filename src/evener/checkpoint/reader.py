@@ -19,6 +19,7 @@ from evener.checkpoint import checksums as sums
 from evener.checkpoint import layout as folder
 from evener.checkpoint import structure as form
 from evener.checkpoint.dcp_planner import PieceLoader, ShardPiece, quiet
+from evener.checkpoint.remote.fetch import fetched
 from evener.checkpoint.run_mark import UNMARKED, Identity, identity_in
 from evener.checkpoint.tensor_index import IndexReader, files_of, index_in, index_name
 from evener.components.state_dict import HeldState
@@ -123,13 +124,14 @@ def find(path: Path, tell: Callable[[str], object] = warnings.warn) -> StoredChe
     """Returns a run directory's latest whole checkpoint, or the one that is named (``step-...``, ``latest``).
 
     Args:
+        path: If it lies elsewhere, it is brought here first.
         tell: Called with a message about each damaged checkpoint that is skipped.
 
     Raises:
         ConfigurationError: If there is none.
         DataError: If none can be read, or it was written in another format.
     """
-    return agreed(path, LocalChannel(), 0, 1, tell)
+    return agreed(fetched(path, tell, checkpoint=True), LocalChannel(), 0, 1, tell)
 
 
 def agreed(

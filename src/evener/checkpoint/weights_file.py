@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from evener import checkpoint
 from evener.components.model_init import settle_on
 from evener.core.config.run_config import RunConfig
+from evener.core.elsewhere import url_of
 from evener.core.os_errors import storage_errors
 from evener.core.text import few, from_here
 from evener.errors import ConfigurationError, DataError
@@ -69,7 +70,8 @@ def export(run: Path, to: Path | None = None, *, overwrite: bool = False, averag
 
     Args:
         run: A checkpoint, or a run directory, whose latest checkpoint is used.
-        to: The path of the file; None for ``step-N.safetensors`` in the run directory.
+        to: The path of the file; None for ``step-N.safetensors`` in the run directory, or in the working directory if
+            that lies elsewhere.
         overwrite: If True, replaces an existing file.
         average: If True, writes the average of the weights (``Task.average``), to ``step-N-average.safetensors`` if
             ``to`` is None. What is not averaged, such as integer buffers, is as in the weights.
@@ -82,6 +84,7 @@ def export(run: Path, to: Path | None = None, *, overwrite: bool = False, averag
     found = checkpoint.find(run)
     home = found.path.parent
     home = home.parent if home.name == "checkpoints" else home
+    home = home if url_of(home) is None else Path()
     to = to or home / f"{found.path.name}{'-average' if average else ''}.safetensors"
     if average and not (found.rest.get("averaged") or {}).get("number"):
         raise ConfigurationError(
@@ -210,7 +213,7 @@ def read_weights(path: Path) -> Mapping[str, Tensor]:
         ConfigurationError: If there is no such file or checkpoint.
         DataError: If the file is neither safetensors nor a plain ``state_dict``, or holds more than tensors.
     """
-    if path.is_dir():
+    if path.is_dir() or url_of(path) is not None:  # elsewhere, of runs alone
         return _stored(checkpoint.find(path))
     if not path.is_file():
         raise ConfigurationError(

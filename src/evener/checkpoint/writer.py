@@ -18,7 +18,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from evener.checkpoint.run_mark import MARK, UNMARKED, Identity, write_mark
 from evener.checkpoint.tensor_index import INDEX, PICKLE, IndexWriter
 from evener.components.sharded_tensor.shard_spec import ShardSpec
 from evener.components.state_dict import OF_REPLICAS, HeldState
+from evener.core import elsewhere
 from evener.core.os_errors import os_error_message
 from evener.core.text import said
 from evener.distributed.hosts import all_gather, connected, destroy
@@ -60,12 +61,19 @@ class Writers:
     group: dist.ProcessGroup | None = None
     """None if there is only one rank."""
     rank: int = 0
+    hosts: tuple[str, ...] = ()
+    """The host of each rank, if each host has a directory of its own. Empty if all ranks write to the same one."""
+
+    @property
+    def leads(self) -> bool:
+        """True if this rank makes the directory and publishes in it: one rank in each directory."""
+        return self.hosts.index(self.hosts[self.rank]) == self.rank if self.hosts else self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values of all ranks. A collective call."""
         return [value] if self.group is None else all_gather(value, self.group)
 
-    def together(self, act: Callable[[], Any], place: Path) -> list[Any]:
+    def together(self, act: Callable[[], Any], place: Path, doing: str = "write") -> list[Any]:
         """Does a part of the work on every rank, and returns the results of all ranks. A collective call.
 
         Args:
@@ -87,7 +95,7 @@ class Writers:
         reasons = {rank: reason for _, of_all in rows for rank, reason in of_all.items()}
         reasons |= {rank: own[rank] for rank, (_, own) in enumerate(rows) if rank in own}
         for rank, reason in sorted(reasons.items()):
-            raise CheckpointError(f"rank {rank} could not write it: {reason}")
+            raise CheckpointError(f"rank {rank} could not {doing} it: {reason}")
         return [result for result, _ in rows]
 
 
@@ -158,6 +166,12 @@ class Saver:
         self._group: dist.ProcessGroup | None = None
         self._copies = _Copies()
         self._writing: _Write | None = None
+        self._hosts: tuple[str, ...] = ()
+        self.upload: Callable[[Path, Writers], str] | None = None
+        """Called by the thread on all ranks when a checkpoint is published: takes it elsewhere from its directory, and
+        returns what went wrong."""
+        self.not_uploaded = ""
+        """Why the last checkpoint was not uploaded; on all ranks, after :meth:`finish`."""
 
     def save(
         self,
@@ -184,12 +198,18 @@ class Saver:
         self.finish()
         directory = directory.absolute()  # user code may change the working directory meanwhile
         target = directory / folder.name_of(steps)
-        writers = Writers(self._writers(), self._session.rank)
+        writers = self._writers()
         tensors = {key: self._copied(key, value, wait) for key, value in self._own(held, writers)}
         accelerators.synchronize(self._session.device)
         leftovers = _serialized({"format": folder.FORMAT, "ranks": self._session.world_size, **rest}, held)
         mark = {**identity.as_plain(), "steps": steps}
-        write = _Write(lambda: _write(tensors, leftovers, mark, target, writers, keep), target, steps)
+
+        def act() -> None:
+            _write(tensors, leftovers, mark, target, writers, keep)
+            if self.upload is not None:
+                self.not_uploaded = self.upload(directory, writers)
+
+        write = _Write(act, target, steps)
         if wait:
             with self._session.watchdog.together(_WHAT, steps):
                 write.run()
@@ -199,11 +219,20 @@ class Saver:
             self._writing = write
         return target
 
-    def _writers(self) -> dist.ProcessGroup | None:
+    def upload_again(self, directory: Path) -> None:
+        """Uploads the last checkpoint once more, if that failed. A collective call."""
+        if self.upload is not None and self.not_uploaded:
+            with self._session.watchdog.together(_WHAT):
+                self.not_uploaded = self.upload(directory.absolute(), self._writers())
+
+    def _writers(self) -> Writers:
         if self._group is None and self._session.world_size > 1:
             with self._session.watchdog.wait("start of the group that saves"):
                 self._group = connected(dist.new_group(backend="gloo", timeout=_PATIENCE))
-        return self._group
+        writers = Writers(self._group, self._session.rank)
+        if self.upload is not None and not self._hosts:
+            self._hosts = tuple(writers.gather(elsewhere.host_name()))
+        return replace(writers, hosts=self._hosts)
 
     def _own(self, held: HeldState, writers: Writers) -> Iterator[tuple[str, ShardPiece | Tensor]]:
         """Yields what this rank writes."""
@@ -306,24 +335,27 @@ def _write(
     writers: Writers,
     keep: folder.Keep,
 ) -> None:
-    partial, first = folder.partial_of(target), writers.rank == 0
+    partial, leads = folder.partial_of(target), writers.leads
+    own_rest = rest if writers.rank == 0 else None
     try:
-        writers.together(lambda: _prepare(target, rest, mark) if first else None, partial)
+        writers.together(lambda: _prepare(target, own_rest, mark) if leads else None, partial)
         writers.together(lambda: _write_tensors(tensors, partial, writers), partial)
         found = writers.together(lambda: _sums(partial, writers.rank), partial)
-        writers.together(lambda: sums.write(partial, _merged(found)) if first else None, partial)
-        writers.together(lambda: folder.publish(target, keep) if first else None, partial)
+        writers.together(lambda: sums.write(partial, _merged(found)) if leads else None, partial)
+        writers.together(lambda: folder.publish(target, keep) if leads else None, partial)
     except CheckpointError:
-        if first and folder.is_marked(partial):
+        if leads and folder.is_marked(partial):
             folder.remove(partial)
         raise
 
 
-def _prepare(target: Path, rest: bytes, mark: Mapping[str, Any]) -> None:
+def _prepare(target: Path, rest: bytes | None, mark: Mapping[str, Any]) -> None:
     partial = folder.partial_of(target)
     folder.refuse_to_replace(partial, target)
     folder.remove(partial)
     _make(folder.fresh_partial_of(target), mark).rename(partial)
+    if rest is None:
+        return
     with (partial / folder.REST).open("wb") as file:
         file.write(rest)
         file.flush()

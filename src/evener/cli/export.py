@@ -21,13 +21,14 @@ HELP = CommandHelp(
 
 def fill(parser: Parser) -> None:
     """Adds the command's options."""
-    parser.add_argument("run", type=path, metavar="RUN", help="a run directory, or one of its checkpoints")
+    parser.file("run", "RUN", "a run directory, or one of its checkpoints")
     parser.option(
         "output",
         "--to",
         type=path,
         metavar="FILE",
         help="the file (default: step-N.safetensors in RUN)",
+        full="the file (default: step-N.safetensors in RUN, or in the working directory if RUN is a URL)",
     )
     parser.option(
         "output", "--average", action="store_true", help="the average of the weights, which the task keeps"

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evener.cli.parsing import HelpFull, Parser, path
+from evener.cli.parsing import HelpFull, Parser, path, place
 from evener.core.config import help_text as settings_help
 from evener.core.config.run_config import RunConfig
+from evener.core.elsewhere import PLACES
 from evener.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _add(parser: Parser, entry: dataclasses.Field[Any], kind: type) -> None:
         dest=entry.name,
         **optional,
         action="append" if kind is tuple else "store",
-        type=str if kind is tuple else path if kind is Path else kind,
+        type=str if kind is tuple else place if entry.name in PLACES else path if kind is Path else kind,
         default=None,
         metavar=more["metavar"] or "NAME",
         choices=more["choices"] or None,

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from evener.core.elsewhere import is_url, place_of
+from evener.errors import ConfigurationError
+
 WIDTH = 100
 _COLUMN = 36
 """Column at which the explanation of an option begins."""
@@ -59,8 +62,8 @@ class Parser(argparse.ArgumentParser):
         return parser
 
     def file(self, name: str, metavar: str, help: str) -> None:
-        """Adds an argument that names a file or a directory."""
-        self.files.append(self.add_argument(name, type=path, metavar=metavar, help=help))
+        """Adds an argument that names a run directory or a checkpoint, which may lie elsewhere."""
+        self.files.append(self.add_argument(name, type=place, metavar=metavar, help=help))
 
     def option(self, group: str, *names: str, help: str, full: str = "", **known: Any) -> None:
         """Adds an option to the group with the title ``group``.
@@ -73,7 +76,7 @@ class Parser(argparse.ArgumentParser):
             self._titled[group] = self.add_argument_group(group)
         action = self._titled[group].add_argument(*names, help=help.replace("%", "%%"), **known)
         self.options += action.option_strings
-        self.files += [action] if known.get("type") is path else []
+        self.files += [action] if known.get("type") in (path, place) else []
         if full:
             self.explained.append((action, full.replace("%", "%%")))
 
@@ -118,7 +121,21 @@ def path(text: str) -> Path:
     """
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"{text} is a URL, and this must be a local file")
     return Path(text)
+
+
+def place(text: str) -> Path:
+    """Converts text to the path of a run directory, a checkpoint or weights, which may lie elsewhere.
+
+    Raises:
+        argparse.ArgumentTypeError: If ``text`` is empty, or no URL of a directory.
+    """
+    try:
+        return place_of("run_dir", text) if is_url(text) else path(text)
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 class HelpFull(argparse.Action):

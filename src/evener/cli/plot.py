@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from evener.cli.parsing import CommandHelp, Parser, path
+from evener.cli.parsing import CommandHelp, Parser, path, place
 from evener.errors import ConfigurationError
 
 HELP = CommandHelp(
@@ -23,7 +23,7 @@ HELP = CommandHelp(
 def fill(parser: Parser) -> None:
     """Adds the command's options."""
     parser.files.append(
-        parser.add_argument("runs", type=path, metavar="RUN", nargs="+", help="a run directory")
+        parser.add_argument("runs", type=place, metavar="RUN", nargs="+", help="a run directory")
     )
     parser.option("output", "--out", type=path, metavar="FILE", required=True, help="the file, .svg")
     parser.option("output", "--overwrite", action="store_true", help="replace a file that is there")

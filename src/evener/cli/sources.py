@@ -24,6 +24,7 @@ from typing import Any
 
 from evener.cli.options import FURTHER, KINDS, config_of, task_options_of
 from evener.core.config.run_config import RunConfig
+from evener.core.elsewhere import place_of, shown
 from evener.core.os_errors import os_error_message
 from evener.errors import ConfigurationError
 
@@ -135,7 +136,7 @@ def _from_text(name: str, text: str) -> Any:
             return _TRUTH[text.lower()]
         if kind is tuple:
             return tuple(shlex.split(text))
-        value = _path(text) if kind is Path else kind(text)
+        value = _path(name, text) if kind is Path else kind(text)
     except (ValueError, KeyError):
         raise _wrong(said, kind) from None
     return _chosen(name, value, said)
@@ -149,17 +150,17 @@ def _from_toml(name: str, value: Any, said: str) -> Any:
     if kind is tuple and given is list and all(isinstance(each, str) for each in value):
         return tuple(value)
     if kind is Path and given is str and value:
-        return Path(value)
+        return place_of(name, value)
     fits = given is kind or (kind is float and given is int)
     if not fits and not (given is int and int in typing.get_args(_HINTS.get(name))):
         raise _wrong(said, kind)
     return _chosen(name, kind(value) if kind is float else value, said)
 
 
-def _path(text: str) -> Path:
+def _path(name: str, text: str) -> Path:
     if not text:
         raise ValueError(text)
-    return Path(text)
+    return place_of(name, text)
 
 
 def _chosen(name: str, value: Any, said: str) -> Any:
@@ -203,7 +204,9 @@ def _toml(name: str, value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str | Path):
-        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+        return json.dumps(value if isinstance(value, str) else shown(value), ensure_ascii=False).replace(
+            "\x7f", "\\u007f"
+        )
     if isinstance(value, list) or (isinstance(value, tuple) and name in _FIELDS):
         return f"[{', '.join(_toml(name, each) for each in value)}]"
     if isinstance(value, dict):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from evener.cli import options
 from evener.cli.parsing import CommandHelp, Parser, path
 from evener.core.config.run_config import RunConfig
+from evener.core.elsewhere import place_of, shown
 from evener.core.stdio import unheard
 from evener.errors import ConfigurationError, DataError, InterruptedRunError
 from evener.training.reporting.width import fitted
@@ -89,8 +90,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if trained.rank == 0:
         print(fitted(summary_text(trained.summary), sys.stdout), flush=True)
         if way is not None and trained.summary.run_dir is not None:
-            said = _beside_prediction(arguments, plan, Path(trained.summary.run_dir), load)
-            print(said, flush=True)
+            run_dir = place_of("run_dir", trained.summary.run_dir)
+            print(_beside_prediction(arguments, plan, run_dir, load), flush=True)
         if arguments.json:
             write_json(arguments.json, as_json(trained.summary))
     return 0
@@ -198,11 +199,13 @@ def first_line(task: str, config: RunConfig) -> str:
     from evener.version import evener_version
 
     ranks = f" on {config.processes} processes" if config.processes not in (None, 1, "1") else ""
-    kept = f", kept in {config.run_dir}" if config.run_dir is not None else ""
+    kept = f", kept in {shown(config.run_dir)}" if config.run_dir is not None else ""
     return f"training {task}{ranks} with evener {evener_version()}{kept}"
 
 
 def _resumed(config: RunConfig) -> Path | None:
     """Returns the run directory to resume. Returns None without ``--resume``, or if that names a single checkpoint."""
     resume = config.resume
-    return resume if resume is not None and (resume / "checkpoints").is_dir() else None
+    from evener.checkpoint.remote.fetch import is_run_directory
+
+    return resume if resume is not None and is_run_directory(resume) else None

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from evener.cli import options
-from evener.cli.parsing import CommandHelp, Parser, path
+from evener.cli.parsing import CommandHelp, Parser, place
 from evener.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def fill(parser: Parser) -> None:
     parser.option(
         "output",
         "--replay",
-        type=path,
+        type=place,
         metavar="RUN",
         help="repeat an asynchronous run on one device, in the order of its records",
         full="repeat the asynchronous run of a run directory on one device, in the order in which its records say that "

@@ -11,6 +11,8 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+from evener.core.elsewhere import url_of
+
 _LONGEST = 4000
 """Maximum length of a shown text, in characters."""
 _LONGEST_TRACE = 20_000
@@ -60,7 +62,11 @@ def few(names: list[str]) -> str:
 
 
 def from_here(path: str | Path) -> str:
-    """Returns the path as a user would type it: relative if it is inside the working directory."""
+    """Returns the path as a user would type it: as a URL if it lies elsewhere, relative if it is inside the working
+    directory.
+    """
+    if url := url_of(Path(path)):
+        return url
     try:
         return str(Path(path).relative_to(Path.cwd()))
     except (ValueError, OSError):  # elsewhere, or the working directory was removed

@@ -19,6 +19,7 @@ from evener.core.config.offload import Offload
 from evener.core.config.process_range import one_number
 from evener.core.config.run_config import AUTO, RunConfig
 from evener.core.config.validation import check_settings
+from evener.core.elsewhere import url_of
 from evener.core.observer import Observer
 from evener.core.task.task import Task, TaskLike, resolve
 from evener.distributed.environment import check_processes, default_processes, detect, kind_taken
@@ -39,6 +40,7 @@ from evener.training.lifecycle.handover import CarriedState, RestartWithStateErr
 from evener.training.reporting.run_dir import goes_on_in, is_of_this_launch, new_run_dir, refuse_taken
 from evener.training.reporting.task_file import OriginNote
 from evener.training.run import Run, Trained
+from evener.training.state.remote_run import check_elsewhere, running_elsewhere
 
 P = ParamSpec("P")
 _PATHS = ("run_dir", "resume", "weights", "offload_to")
@@ -89,6 +91,7 @@ def fit(
     resolve(task, BUILT_IN, options)
     config, run_home = resolved(config), run_home.absolute() if run_home is not None else None
     headcount = headcount_of(config, rendezvous) or Headcount((check_plan(config, rendezvous),))
+    check_elsewhere(config)
     _refuse_taken(config)
     job = FitJob(
         task, dict(options or {}), config, show, list(observers), callback, run_home, not is_launched()
@@ -107,8 +110,11 @@ def fit(
 
 
 def _refuse_taken(config: RunConfig) -> None:
-    """Refuses a directory that belongs to another run. Errors that would occur in any directory are raised first."""
-    if config.run_dir is None or config.overwrite:
+    """Refuses a directory that belongs to another run. Errors that would occur in any directory are raised first.
+
+    One that lies elsewhere is looked at later, when this run has locked it.
+    """
+    if config.run_dir is None or config.overwrite or url_of(config.run_dir) is not None:
         return
     try:
         refuse_taken(config.run_dir, goes_on_in(config.run_dir, config.resume))
@@ -175,7 +181,10 @@ class FitJob:
 
     def _run(self, heir: CarriedState | None) -> Trained | None:
         config = self.config
-        with Session(device=config.device, timeout_seconds=config.timeout_seconds) as session:
+        with (
+            Session(device=config.device, timeout_seconds=config.timeout_seconds) as session,
+            running_elsewhere(config.run_dir, session) as elsewhere,
+        ):
             task = resolve(self.task, BUILT_IN, self.options)()
             task = task if heir is None else replace(task, model=partial(made_anew, task.model))
             if config.run_dir is None and self.run_home is not None:
@@ -183,7 +192,9 @@ class FitJob:
             resume = _resumed(config, session)
             config = config.replace(resume=resume, weights=config.weights if resume is None else None)
             observers = [*self.observers, *self._note(config.run_dir)]
-            trained = Run(task, config, session, self.show, observers, heir, self.callback).execute()
+            trained = Run(
+                task, config, session, self.show, observers, heir, self.callback, elsewhere
+            ).execute()
             return trained if not self.sent_back or session.environment.local_rank == 0 else None
 
     def _note(self, run_dir: Path | None) -> list[Observer]:

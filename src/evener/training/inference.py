@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from evener import checkpoint
 from evener.core.config.run_config import RunConfig
+from evener.core.elsewhere import shown
 from evener.core.observer import Observer
 from evener.core.records import EvaluationRecord
 from evener.core.task.task import TaskLike, resolve
@@ -145,7 +146,7 @@ def evaluate_run(
         engine.observers.add(heard)
         metrics = engine.evaluate(None if data is None else dataset_called(data, engine.task))
         session = engine.session
-        at = (str(applied.weights), applied.steps, applied.epoch)
+        at = (shown(applied.weights), applied.steps, applied.epoch)
         return Evaluated(*at, metrics, heard.samples, session.world_size, session.rank)
 
     return applied.on_all_ranks(act, rendezvous)[0]

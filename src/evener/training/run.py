@@ -12,8 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from evener.checkpoint.layout import CHECKPOINTS, CheckpointDirectory, saved_in
+from evener.checkpoint.remote.upload import RemoteRun
 from evener.components.model_init import named_tensors
 from evener.core.config.run_config import RunConfig
+from evener.core.elsewhere import shown
 from evener.core.observer import Observer
 from evener.core.records import Note, RunSummary
 from evener.core.task.task import Task
@@ -67,6 +69,7 @@ class Run:
         observers: Sequence[Observer] = (),
         heir: CarriedState | None = None,
         callback: Callback | None = None,
+        elsewhere: RemoteRun | None = None,
     ) -> None:
         self._task, self._config, self._session = task, config, session
         self._callback = callback or Callback()
@@ -95,6 +98,9 @@ class Run:
                 all_observers.append(Terminal())
             self._engine = undo.enter_context(Engine(task, config, session=session, observers=all_observers))
             self._engine.learner.synchronizer.alone()
+            if elsewhere is not None:
+                self._engine.state.saver.upload = elsewhere.upload
+                self._engine.state.saver.not_uploaded = elsewhere.not_uploaded
             self._tally = SummaryCounters(self._engine.learner.data.degree, task.metrics)
             self._engine.observers.add(self._tally)
             self._report = RunReport(self._engine, self._tally, self._clock)
@@ -110,7 +116,7 @@ class Run:
                     self._engine.state.branch()
                 ranks = f"{session.world_size} rank{'s' if session.world_size > 1 else ''}"
                 self._notes.append(
-                    f"goes on after step {self._engine.steps_done} of {config.resume}, on {ranks}"
+                    f"goes on after step {self._engine.steps_done} of {shown(config.resume)}, on {ranks}"
                 )
             self._engine.state.agree_on_identity()
             self._notes += filter(None, [self._best.message])

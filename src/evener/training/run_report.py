@@ -15,6 +15,7 @@ from torch import Tensor
 
 from evener import checkpoint
 from evener.components.model_init import whole_size
+from evener.core.elsewhere import shown
 from evener.core.records import RunStart, RunSummary
 from evener.hardware import accelerators
 from evener.strategies.description import describe
@@ -82,7 +83,7 @@ class RunReport:
     @property
     def _run_dir(self) -> str | None:
         run_dir = self._engine.config.run_dir
-        return None if run_dir is None else str(run_dir)
+        return None if run_dir is None else shown(run_dir)
 
     def header(self) -> tuple[str, ...]:
         """Returns lines that the user must see before the first step. Empty strings are not shown."""

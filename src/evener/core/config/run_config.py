@@ -32,6 +32,7 @@ from evener.core.config.validation import (
     one_of,
     positive,
 )
+from evener.core.elsewhere import shown
 from evener.errors import ConfigurationError
 
 AUTO = "auto"
@@ -259,11 +260,13 @@ class RunConfig:
         300.0, "longest wait for other ranks before the run is ended", metavar="S"
     )
     run_dir: Path | None = option(
-        None, "directory that the run leaves (default: runs/TASK-TIME)", metavar="DIR"
+        None,
+        "directory that the run leaves, or a URL such as s3://bucket/run (default: runs/TASK-TIME)",
+        metavar="DIR",
     )
     resume: Path | None = option(
         None,
-        "go on from the checkpoint of this run directory; auto: of the one that --run-dir names, if there is one",
+        "go on from the checkpoint of this run directory or URL; auto: of the one of --run-dir, if there is one",
         metavar="DIR",
     )
     override: tuple[str, ...] = option(
@@ -397,4 +400,6 @@ class RunConfig:
 def _as_json(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_as_json(item) for item in value]
-    return str(value) if isinstance(value, Path | Recipe) else value
+    if isinstance(value, Path):
+        return shown(value)
+    return str(value) if isinstance(value, Recipe) else value

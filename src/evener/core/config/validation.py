@@ -11,6 +11,7 @@ from evener.core.config.offload import Offload
 from evener.core.config.recompute import Recompute
 from evener.core.config.strategy_names import DEVICES, hint_of_local_name
 from evener.core.did_you_mean import did_you_mean
+from evener.core.elsewhere import place_of
 from evener.errors import ConfigurationError
 
 REMEMBERING = (
@@ -54,11 +55,15 @@ def number_or_auto(name: str, given: int | str | None, what: str, least: int) ->
 
 
 def as_path(name: str, value: str | Path | None) -> Path | None:
-    """Returns ``value`` as a path. Raises ConfigurationError if it is empty, which would be the working directory."""
+    """Returns ``value`` as a path, that of the local directory for a URL.
+
+    Raises:
+        ConfigurationError: If it is empty, which would be the working directory, or a URL of what cannot lie elsewhere.
+    """
     if value == "":
         kind = "file" if name == "weights" else "directory"
         raise ConfigurationError(f"{name} is empty; leave it out, or name a {kind}")
-    return Path(value) if isinstance(value, str) else value
+    return None if value is None else place_of(name, value)
 
 
 def positive(name: str, value: float | None) -> None:

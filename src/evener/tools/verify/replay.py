@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evener.checkpoint.remote.fetch import fetched
 from evener.checkpoint.weights_file import read_weights
 from evener.core.config.run_config import RunConfig
+from evener.core.elsewhere import shown
 from evener.core.records import RECORDS
 from evener.core.task.task import Task, TaskLike, resolve
 from evener.distributed.environment import Environment
@@ -99,7 +101,7 @@ def replay(
     """
     if is_launched():
         raise ConfigurationError("a run is repeated in one process: call this without torchrun or srun")
-    config = _settings_of(run)
+    config = _settings_of(fetched(run, records=True))
     chosen, arguments = origin(run).chosen(run, task, trust=False)
     strategy = strategy_of(config, 2)
     assert isinstance(strategy, Asynchronous)
@@ -129,7 +131,7 @@ def replay(
         floor = max(eps, *(_farthest(other, found)[0] for other in others))
     merges = [merges for merges, _ in sections]
     return ReplayedRun(
-        run=str(run),
+        run=shown(run),
         task=built().name,
         sections=len(sections),
         samples=sum(samples for _, samples in sections),

@@ -61,6 +61,7 @@ class Saving:
         self._engine, self._config, self._directory, self._stop = engine, config, directory, stop
         self._best = best
         self._unwritten: tuple[Path, str] | None = None
+        self._told = ""
         self._interval = Interval.parse(config.save_every)
         self._saved_at = engine.steps_done
         self._last = time.monotonic()
@@ -130,6 +131,14 @@ class Saving:
             if self._config.on_full_disk == "stop":
                 raise
             self._engine.observers.event(Note(self._engine.steps_done, f"{error}; the run goes on"))
+        self._tell_not_uploaded()
+
+    def _tell_not_uploaded(self) -> None:
+        """Reports once that a checkpoint was not uploaded, which does not end the run."""
+        wrong = self._engine.state.saver.not_uploaded
+        if wrong and wrong != self._told:
+            self._engine.observers.event(Note(self._engine.steps_done, f"{wrong}; the run goes on"))
+        self._told = wrong
 
     def _end_here(self, number: int) -> None:
         steps = self._engine.steps_done
@@ -151,9 +160,12 @@ class Saving:
             if self._config.on_full_disk == "stop":
                 raise
             self._saved_at = -1  # this or an earlier save failed: try once more
+        self._tell_not_uploaded()
         if self._saved_at != engine.steps_done:
             self._write()
             self._saved_at = engine.steps_done
+        self._tell_not_uploaded()
+        engine.state.saver.upload_again(self._directory)
         self._write_evaluation()
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from evener.checkpoint.remote.fetch import fetched
 from evener.core.os_errors import storage_errors
 from evener.core.records import RECORDS
 from evener.errors import ConfigurationError, DataError
@@ -74,7 +75,7 @@ class RunSteps:
             ConfigurationError: If ``directory`` is no run directory, or has no record of a step.
             DataError: If a record cannot be read.
         """
-        path = directory / RECORDS
+        path = fetched(directory, records=True) / RECORDS
         if not path.is_file():
             raise ConfigurationError(f"{directory} is no run directory: it has no {RECORDS}")
         with storage_errors(f"the records of {directory} cannot be read"):

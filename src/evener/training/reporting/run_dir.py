@@ -39,6 +39,7 @@ from evener.checkpoint.layout import (
     saved_in,
 )
 from evener.checkpoint.run_mark import MARK, Identity, mark_in, write_mark
+from evener.core.elsewhere import shown
 from evener.core.observer import Observer
 from evener.core.os_errors import FULL, os_error_message, storage_errors
 from evener.core.records import (
@@ -92,8 +93,8 @@ def refuse_taken(path: Path, goes_on: bool) -> None:
     taken = [name for name in _WRITTEN if _is_taken(path / name)]
     if taken and not (goes_on and saved_in(path / CHECKPOINTS)):
         raise ConfigurationError(
-            f"{path} is not the directory of a run that Evener marked as its own, and has {few(taken)}, which the run "
-            "would replace: name another directory with --run-dir, or have them replaced with --overwrite"
+            f"{shown(path)} is not the directory of a run that Evener marked as its own, and has {few(taken)}, which "
+            "the run would replace: name another directory with --run-dir, or have them replaced with --overwrite"
         )
 
 
@@ -109,8 +110,8 @@ def refuse_finished(path: Path) -> None:
     """
     if _is_finished(path / _SUMMARY):
         raise ConfigurationError(
-            f"{path} holds a finished run: name another directory with --run-dir, go on with that run with "
-            f"--resume {path}, or replace it with --overwrite"
+            f"{shown(path)} holds a finished run: name another directory with --run-dir, go on with that run with "
+            f"--resume {shown(path)}, or replace it with --overwrite"
         )
 
 
@@ -146,8 +147,8 @@ class RunDirectory:
             self._lock.acquire()
         except Timeout:
             raise ConfigurationError(
-                f"another run writes to {self.path} ({self._owner()}): name another directory with --run-dir, or wait "
-                "for its end"
+                f"another run writes to {shown(self.path)} ({self._owner()}): name another directory with "
+                "--run-dir, or wait for its end"
             ) from None
         except OSError as error:
             raise ConfigurationError(f"{self.path} cannot hold a run: {os_error_message(error)}") from error

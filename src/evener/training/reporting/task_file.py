@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evener.checkpoint.remote.fetch import fetched
 from evener.core.config.run_config import RunConfig
 from evener.core.observer import Observer
 from evener.core.os_errors import storage_errors
@@ -112,6 +113,7 @@ def origin(run: Path) -> Origin:
         ConfigurationError: If it is no run directory.
         DataError: If its files cannot be read.
     """
+    fetched(run)
     directory = next(
         (place for place in (run, *run.absolute().parents[:2]) if (place / "config.json").is_file()), None
     )

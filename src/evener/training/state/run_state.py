@@ -16,6 +16,7 @@ from evener.checkpoint.rng_state import draw_on
 from evener.checkpoint.run_mark import Identity
 from evener.components import state_dict as state
 from evener.core.config.run_config import RunConfig
+from evener.core.elsewhere import place_of, shown, url_of
 from evener.data.fingerprint import Fingerprint, difference, fingerprint
 from evener.data.stream_state import StreamState
 from evener.errors import CheckpointError, ConfigurationError
@@ -23,6 +24,7 @@ from evener.strategies.learner import Learner
 from evener.training.batches.feed import BatchFeed
 from evener.training.batches.progress import Progress
 from evener.training.state.overrides import TaskTerms
+from evener.training.state.remote_run import fetched_on_all_hosts
 
 _SAID = (
     *("dtype", "precision", "precision_of", "optimizer_state", "fused_optimizer", "batch_norm"),
@@ -157,6 +159,12 @@ class RunState:
 
     def save(self, directory: Path, keep: checkpoint.Keep, wait: bool) -> Path:
         """Writes a checkpoint. A collective call."""
+        directory = place_of("run_dir", directory)
+        if url_of(directory) is not None and self.saver.upload is None:
+            raise ConfigurationError(
+                f"{shown(directory)} is no local directory: a run whose run_dir is a URL uploads its checkpoints, "
+                "Engine.save does not"
+            )
         learner, steps = self._learner, self.progress.steps
         self._check_between_steps()
         learner.check_weights(steps)
@@ -178,7 +186,9 @@ class RunState:
     def load(self, path: Path, tell: Callable[[str], object]) -> None:
         """Resumes from a checkpoint. A collective call."""
         self.saver.finish()
+        path = place_of("resume", path)
         session, learner = self._learner.session, self._learner
+        fetched_on_all_hosts(path, session)
         found = checkpoint.agreed(path, session.control, session.rank, session.world_size, tell)
         progress = self._feed.sample_order().resumed(found.rest["progress"])
         self._check_data(found)
