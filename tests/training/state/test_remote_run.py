@@ -26,6 +26,7 @@ from evener.core.elsewhere import host_name, local_path
 from evener.errors import ConfigurationError, DataError, DivergenceError, StorageError
 from evener.training.engine import Engine
 from evener.training.fit import fit
+from evener.training.reporting.task_file import Origin
 from evener.training.run import Trained
 from tests import elsewhere as places
 from tests import tasks
@@ -139,6 +140,14 @@ def test_commands_that_read_a_run(
     assert main(["plot", URL, "--out", "p.svg"]) == 0
     exported = capsys.readouterr().out.split("step-")[-1].split(".")[0]
     assert (run / f"step-{exported}.safetensors").is_file()
+
+
+def test_a_task_that_is_not_trusted_is_named_with_the_url() -> None:
+    path = local_path(URL)
+    with pytest.raises(ConfigurationError, match=f"^{URL} says that its task is 'mine:task'"):
+        Origin("mine:task", {}, {}).chosen(path, None, trust=False)
+    with pytest.raises(ConfigurationError, match=f"^{URL} does not say which task"):
+        Origin(None, {}, {}).chosen(path, None, trust=False)
 
 
 def test_other_options_take_no_url(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

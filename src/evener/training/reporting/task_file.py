@@ -17,6 +17,7 @@ from typing import Any
 
 from evener.checkpoint.remote.fetch import fetched
 from evener.core.config.run_config import RunConfig
+from evener.core.elsewhere import shown
 from evener.core.observer import Observer
 from evener.core.os_errors import storage_errors
 from evener.core.plugins import installed
@@ -90,13 +91,13 @@ class Origin:
             return named, self.options if named == self.task else {}
         if self.task is None:
             raise ConfigurationError(
-                f"{run} does not say which task it is of, which was none that has a name: give --task "
+                f"{shown(run)} does not say which task it is of, which was none that has a name: give --task "
                 "package.module:function"
             )
         if not trust and not is_known(self.task):
             raise ConfigurationError(
-                f"{run} says that its task is {self.task!r}, a function which is not Evener's and would be run as it "
-                f"is: name it yourself with --task {self.task}, or give --trust where the directory is your own"
+                f"{shown(run)} says that its task is {self.task!r}, a function which is not Evener's and would be run "
+                f"as it is: name it yourself with --task {self.task}, or give --trust where the directory is your own"
             )
         return self.task, self.options
 
