@@ -348,31 +348,21 @@ class RunConfig:
         check_best(self.keep_best)
         if str(self.resume) == AUTO and self.run_dir is None:
             raise ConfigurationError("resume is auto: name the directory of the run too (run_dir, --run-dir)")
-        one_of("dtype", self.dtype, DTYPES)
+        for entry in dataclasses.fields(self):
+            if choices := entry.metadata.get("choices"):
+                one_of(entry.name, getattr(self, entry.name), choices)
         one_of("precision", self.precision, PRECISIONS)
         check_precision(self.dtype, self.precision, self.precision_of, self.compress)
-        one_of("compile", self.compile, COMPILE)
-        one_of("compile_check", self.compile_check, COMPILE_CHECK)
         check_compile(self.compile, self.compile_mode, self.compile_backend, BACKEND)
         check_recompute(self.recompute, self.compile)
         offload = Offload.from_settings(self.offload, self.offload_to)
         check_offload(offload, self.recompute, self.compile_mode)
-        one_of("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
-        one_of("batch_norm", self.batch_norm, BATCH_NORMS)
-        one_of("fused_optimizer", self.fused_optimizer, FUSED_OPTIMIZER)
         if self.update_in_backward:
             limit = self.memory_limit or (", ".join(self.memory_limit_at) or None)
             check_update_in_backward(self.clip_norm, self.non_finite, self.micro_batch, limit, offload)
-        one_of("save_mode", self.save_mode, ("async", "blocking"))
-        one_of("recover", self.recover, ("memory", "file"))
-        one_of("on_full_disk", self.on_full_disk, FULL_DISK)
         check_device(self.device)
-        one_of("non_finite", self.non_finite, ("stop", "skip", "restore"))
-        one_of("on_replica_mismatch", self.on_replica_mismatch, ("majority", "rank0"))
         check_on_replica_mismatch(self.on_replica_mismatch, self.check_replicas)
         check_non_finite(self.non_finite, self.compress)
-        one_of("check_data", self.check_data, CHECK_DATA)
-        one_of("on_bad_sample", self.on_bad_sample, BAD_SAMPLE)
         if self.weights is not None and self.resume is not None and str(self.resume) != AUTO:
             raise ConfigurationError(
                 "weights and resume exclude each other: a run that goes on has the weights of its checkpoint"
