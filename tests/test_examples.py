@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from evener.training.prepare import prepare as preparing
 
@@ -27,6 +28,7 @@ SHOWN = {
     "prepared_loop": r"epoch 1: loss 0\.\d+, accuracy 0\.9\d+ on 2 ranks",
     "gan_two_optimizers": r"epoch 3: discriminator 0\.\d+, generator \d\.\d+",
     "language_model_padding": r"accuracy of the next token (0\.[6-9]|1\.)",
+    "packed_sequences": r"padding 0\.44 .*0\.16 packed\n(.|\n)*accuracy of the next token 0\.9\d+",
     "recommendation": r"last loss \d\.\d+",
     "several_inputs": r"loss \d\.\d+, right kind 0\.\d+",
     "metrics_from_torchmetrics": r"accuracy 0\.\d+\nf1 0\.\d+\ncalibration 0\.\d+",
@@ -72,6 +74,20 @@ def outputs(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
 @pytest.mark.parametrize("name", SHOWN)
 def test_an_example_shows_what_it_is_about(outputs: dict[str, str], name: str) -> None:
     assert re.search(SHOWN[name], outputs[name]), outputs[name]
+
+
+def test_packed_documents_have_the_loss_of_documents_alone() -> None:
+    example = runpy.run_path(str(EXAMPLES / "packed_sequences.py"))
+    texts, loss = example["documents"](40), example["task"]().exact_loss()
+    reader = example["Reader"]()
+
+    def mean(samples: list[list[torch.Tensor]]) -> torch.Tensor:
+        inputs, following = example["collate"](samples)
+        return loss.total(reader(**inputs), following) / loss.count(following)
+
+    packed = example["packed"](texts)
+    assert len({sum(map(len, sample)) for sample in packed}) > 5, "samples of unequal numbers of tokens"
+    torch.testing.assert_close(mean(packed), mean([[text] for text in texts]))
 
 
 def test_every_example_is_run() -> None:
