@@ -50,6 +50,10 @@ SHOWN = {
 """What each prints on rank 0 of two."""
 
 
+OPTIONAL = {"lora": r"last loss 0\.\d+; 8192 of 35072 (.|\n)*the same outputs: True"}
+"""Likewise, if PEFT is installed."""
+
+
 def run_examples(names: list[str], directory: str) -> dict[str, str]:
     """On a rank: what each example printed."""
     with contextlib.chdir(directory):
@@ -76,6 +80,13 @@ def test_an_example_shows_what_it_is_about(outputs: dict[str, str], name: str) -
     assert re.search(SHOWN[name], outputs[name]), outputs[name]
 
 
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_an_example_shows_what_an_optional_package_does(ranks: Any, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("peft")
+    printed = ranks(2).run(run_examples, [name], str(tmp_path), timeout=300)[0][name]
+    assert re.search(OPTIONAL[name], printed), printed
+
+
 def test_packed_documents_have_the_loss_of_documents_alone() -> None:
     example = runpy.run_path(str(EXAMPLES / "packed_sequences.py"))
     texts, loss = example["documents"](40), example["task"]().exact_loss()
@@ -92,4 +103,4 @@ def test_packed_documents_have_the_loss_of_documents_alone() -> None:
 
 def test_every_example_is_run() -> None:
     """The script of torchrun by the README's commands, the others here."""
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHOWN, "torchrun_script"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHOWN, *OPTIONAL, "torchrun_script"}
