@@ -19,6 +19,7 @@ from evener.training.reporting.loggers.csv import CsvFile
 from evener.training.reporting.loggers.mlflow import MLflow
 from evener.training.reporting.loggers.scalars import needed
 from evener.training.reporting.loggers.tensorboard import TensorBoard
+from evener.training.reporting.loggers.trackio import Trackio
 from evener.training.reporting.loggers.wandb import WandB
 from tests import tasks
 
@@ -71,7 +72,7 @@ def test_a_table_that_cannot_be_written_says_where(tmp_path: Path) -> None:
 
 
 class StandIn(ModuleType):
-    """Notes every call, of wandb and of mlflow alike."""
+    """Notes every call, of wandb, trackio and mlflow alike."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -105,6 +106,17 @@ def test_weights_and_biases_is_told(library: StandIn) -> None:
         ("log", {"steps": 1, **SEEN}, {}),
         ("log", {"steps": 1, "evaluation/accuracy": 0.5}, {}),
         ("finish", None, {"exit_code": 1}),
+    ]
+
+
+@pytest.mark.parametrize("library", ["trackio"], indirect=True)
+def test_trackio_is_told(library: StandIn) -> None:
+    followed(Trackio("mine", name="first"))
+    assert library.calls == [
+        ("init", None, {"config": START.settings, "project": "mine", "name": "first"}),
+        ("log", SEEN, {"step": 1}),
+        ("log", {"evaluation/accuracy": 0.5}, {"step": 1}),
+        ("finish", None, {}),
     ]
 
 

@@ -5,5 +5,6 @@
     from evener.training.reporting.loggers.csv import CsvFile
     from evener.training.reporting.loggers.tensorboard import TensorBoard
     from evener.training.reporting.loggers.wandb import WandB
+    from evener.training.reporting.loggers.trackio import Trackio
     from evener.training.reporting.loggers.mlflow import MLflow
 """
