@@ -55,6 +55,12 @@ def test_what_is_no_directory_is_refused(url: str) -> None:
         local_path(url) if "::" not in url else local_path(f"s3://{url}")
 
 
+@pytest.mark.parametrize("url", ["file://runs/a", "file://localhost/mnt/a", "local://runs/a", "FILE://~/a"])
+def test_files_are_not_looked_for_below_the_working_directory(url: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"two slashes: give an absolute path"):
+        local_path(url)
+
+
 def test_a_password_is_neither_taken_nor_shown() -> None:
     with pytest.raises(ConfigurationError, match="holds a password") as refused:
         RunConfig(run_dir="sftp://me:secret@host/run")  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ PLACES = ("run_dir", "resume", "weights")
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.*)", re.DOTALL)
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:")
 _HOME = ("evener", "elsewhere")
+_LOCAL = ("file", "local")
 _NO_HOST = "%"
 """Stands for the empty first part of ``file:///mnt``; no host or bucket has this name."""
 
@@ -47,6 +48,10 @@ def local_path(url: str) -> Path:
     strange = [part for part in parts if part in ("", ".", "..") or not part.isprintable()]
     if "?" in rest or "::" in rest or host in (".", "..", _NO_HOST) or strange or not (host or parts):
         raise ConfigurationError(f"{url!r} is no URL of a directory, as s3://bucket/run")
+    if host and scheme in _LOCAL:  # which fsspec takes as a path below the working directory
+        raise ConfigurationError(
+            f"{url!r} has two slashes: give an absolute path, as {scheme}:///mnt/disk/run"
+        )
     if ":" in host.rpartition("@")[0]:
         raise ConfigurationError(
             f"the URL {scheme}://...@{host.rpartition('@')[2]}/... holds a password, which would stand in the run's "
