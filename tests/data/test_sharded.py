@@ -288,6 +288,25 @@ def test_a_sample_that_cannot_be_decoded_is_named() -> None:
     assert sorted(x for batch in batches for x in values(batch)) == [x for x in EVERYTHING if x != 203.0]
 
 
+@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize(
+    "opener", [Opener((7, 0, 20, 3, 9)), lambda shard: [float(shard)] * (7, 0, 20, 3, 9)[shard]]
+)
+def test_samples_that_were_not_counted_end_the_run_also_if_others_are_skipped(
+    opener: Any, window: int
+) -> None:
+    data = dataset(opener, window=window)
+    with pytest.raises(DataError, match=r"shard 2 has (more than 12|20) samples, and was counted"):
+        list(Loader(data, data.global_order(0), batch_size=4, skips=True))
+
+
+def test_a_skipped_sample_is_told_in_a_line() -> None:
+    data = dataset(Opener(fails=(2, 11)))
+    batches = list(Loader(data, data.global_order(0), batch_size=4, skips=True))
+    (skipped,) = [one for batch in batches for one in batch.skipped]
+    assert skipped.words.endswith("reading sample 11 of shard 2 failed: OSError: a torn file")
+
+
 def test_samples_behind_a_torn_place_are_skipped_without_being_read_again() -> None:
     opener = Opener(fails=(2, 5))
     data = dataset(opener)

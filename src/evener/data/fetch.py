@@ -47,6 +47,10 @@ class Fetched:
         return replace(self, inputs=map_leaves(_pin, self.inputs), targets=map_leaves(_pin, self.targets))
 
 
+class SurplusError(DataError):
+    """There are samples that have no number. To leave out another one would not account for them."""
+
+
 @dataclass(frozen=True)
 class ReadFailure:
     """The error message of a micro-batch that could not be read."""
@@ -85,9 +89,10 @@ class Fetch(Dataset[Any]):
         faults = {sample: fault for sample in samples.tolist() if (fault := self._fault(sample))}
         if not faults:
             return failure(error, f"reading samples {preview(samples.tolist())} of the {self._name}")
-        first = next(iter(faults))
+        surplus = [sample for sample, fault in faults.items() if isinstance(fault, SurplusError)]
+        first = next(iter(surplus or faults))
         told = failure(faults[first], f"reading {called(self._dataset, first)} of the {self._name}")
-        if not self._skips:
+        if not self._skips or surplus:
             return told
         left = np.array([sample for sample in samples.tolist() if sample not in faults], dtype=np.int64)
         skipped = tuple(Skipped(sample, self._why(sample, fault)) for sample, fault in faults.items())
@@ -113,7 +118,8 @@ class Fetch(Dataset[Any]):
         return None
 
     def _why(self, sample: int, fault: Exception) -> str:
-        return f"{called(self._dataset, sample)} of the {self._name}: {type(fault).__name__}: {said(fault)}"
+        words = said(fault).partition("\nTraceback (")[0]  # of a DataError, which may hold one
+        return f"{called(self._dataset, sample)} of the {self._name}: {type(fault).__name__}: {words}"
 
     def _spare(self, sample: int) -> Ids:
         """Returns the id of a readable sample, for a placeholder: this rank must run the step with the others."""

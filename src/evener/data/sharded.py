@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import Dataset
 
 from evener.core.text import few
-from evener.data.fetch import failure
+from evener.data.fetch import SurplusError, failure
 from evener.data.shard_order import ShardOrder
 from evener.errors import ConfigurationError, DataError
 
@@ -182,6 +182,8 @@ class ShardedDataset(Dataset[Any]):
                 self._open[shard] = found = _OpenShard(name, source, length, self.window)
             except Exception as error:
                 self._open.pop(shard, None)
+                if isinstance(error, SurplusError):
+                    raise
                 raise _failed(error, 0, name) from error
         self._open.move_to_end(shard)
         while len(self._open) > 2 * self.together:  # those of two blocks
@@ -199,7 +201,8 @@ class _OpenShard:
         self._name, self._length, self._window = name, length, max(1, window)
         self._table: Any = source if hasattr(source, "__getitem__") and isinstance(source, Sized) else None
         if self._table is not None and len(self._table) != length:
-            raise self._changed(f"has {len(self._table)} samples")
+            error = self._changed(f"has {len(self._table)} samples")
+            raise SurplusError(str(error)) if len(self._table) > length else error
         self._source = source
         self._records: Iterator[Any] = iter(source if self._table is None else ())
         self._next, self._kept = 0, dict[int, Any]()
@@ -234,19 +237,21 @@ class _OpenShard:
         record = next(self._records, _END)
         if record is _END:
             raise self._changed(f"ended after {self._next} samples")
+        is_last = self._next + 1 == self._length
+        if is_last and next(self._records, _END) is not _END:
+            raise SurplusError(str(self._changed(f"has more than {self._length} samples")))
         if self._next % self._window == 0:
             self._kept.clear()
         self._kept[self._next] = record
         self._next += 1
-        if self._next == self._length:
-            if next(self._records, _END) is not _END:
-                raise self._changed(f"has more than {self._length} samples")
+        if is_last:
             self.close()
 
     def _changed(self, seen: str) -> DataError:
         return DataError(
             f"shard {self._name} {seen}, and was counted or said to have {self._length}: it must not change during a "
-            "run, nor give another number of samples each time it is opened; begin a new run, which counts anew"
+            "run, nor give another number of samples each time it is opened; begin a new run, in another directory or "
+            "with --overwrite, which counts anew"
         )
 
     def close(self) -> None:
