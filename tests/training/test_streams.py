@@ -21,6 +21,7 @@ from evener.training.engine import Engine
 from evener.training.fit import fit
 from tests import tasks
 from tests.engines import Weights, assert_same, copied, engine_of
+from tests.observers import Remembering
 
 Samples = list[list[float]]
 
@@ -138,3 +139,47 @@ def test_an_endless_stream_needs_a_number_of_steps() -> None:
         Engine(task, device="cpu")
     with Engine(task, device="cpu", steps=9) as engine:
         assert sum(1 for batch in engine.batches() if engine.step(batch)) == 9
+
+
+class Continued(tasks.Resumable):
+    """Begins where it is, as a reader of a file does."""
+
+    def __iter__(self) -> Any:
+        for number in range(self.at, self.samples):
+            self.at = number + 1
+            yield self.inputs[number], self.targets[number]
+        self.at = 0
+
+
+def test_a_stream_is_evaluated_whole_though_training_on_it_has_read_ahead() -> None:
+    seen = Remembering()
+    task, stream = tasks.resumable(), Continued()
+    shared = fit(
+        replace(task, train=stream, evaluate=stream),
+        processes=1,
+        device="cpu",
+        show=False,
+        epochs=2,
+        observers=[seen],
+    )
+    assert [found.samples for kind, found in seen.told if kind == "evaluation"] == [
+        shared.summary.samples // 2
+    ] * 2
+    alone = fit(
+        replace(task, train=Continued(), evaluate=None), processes=1, device="cpu", show=False, epochs=2
+    )
+    assert_same(shared.weights, alone.weights)
+
+
+def test_a_run_that_replaces_another_counts_anew(tmp_path: Path) -> None:
+    folder, task = tmp_path / "run", tasks.sharded()
+    own = {"processes": 1, "device": "cpu", "show": False, "run_dir": folder, "steps": 1}
+    fit(task, **own)
+    halved = ShardedDataset(range(6), half_of, together=2)
+    fit(replace(task, train=halved, evaluate=None), **own, overwrite=True)
+    counts = json.loads((folder / COUNTS).read_text())
+    assert [counts[str(shard)] for shard in range(6)] == [[-(-length // 2)] for length in tasks.SHARDS]
+
+
+def half_of(shard: int) -> Any:
+    return itertools.islice(tasks.rows_of(shard), 0, None, 2)

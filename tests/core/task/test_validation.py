@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,35 @@ def test_a_tasks_function_that_asks_for_a_gpu_is_told_to_leave_it() -> None:
 
     with pytest.raises(TaskError, match=r"the function of task 'mine' asks for a device.*remove \.cuda\(\)"):
         resolve(mine)()
+
+
+class WithPlace(Lazy):
+    """Goes on where it was."""
+
+    def __init__(self, lock: Any = None) -> None:
+        self.at, self.lock = 0, lock
+
+    def __iter__(self) -> Any:
+        for at in range(self.at, len(PAIRS)):
+            self.at = at + 1
+            yield PAIRS[at]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_stream_that_is_trained_on_and_evaluated_has_two_places() -> None:
+    stream = WithPlace()
+    task = dataclasses.replace(tasks.plain(), train=stream, evaluate=stream)
+    assert task.train is stream
+    assert task.evaluate is not stream
+    assert dataclasses.replace(task).evaluate is task.evaluate
+    lazy = Lazy()
+    assert dataclasses.replace(task, train=lazy, evaluate=lazy).evaluate is lazy
+    locked = WithPlace(threading.Lock())
+    with pytest.raises(TaskError, match=r"keeps its place and cannot be copied .*another object"):
+        dataclasses.replace(task, train=locked, evaluate=locked)

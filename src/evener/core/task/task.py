@@ -26,6 +26,7 @@ from evener.core.task.validation import (
     check_metrics,
     explaining_fields,
     positive,
+    with_own_place,
 )
 from evener.core.types import Forward, MakeModel, MakeOptimizer, MakeScheduler, Tree
 from evener.errors import TaskError
@@ -129,6 +130,7 @@ class Task:
         object.__setattr__(self, "average", as_average(self.average))
         for name, (signature, optional) in _FUNCTIONS.items():
             check_function(name, getattr(self, name), signature, optional)
+        object.__setattr__(self, "evaluate", with_own_place(self.evaluate, self.train))
         for name in ("train", "evaluate"):
             object.__setattr__(self, name, as_dataset(getattr(self, name)))
         for name in ("batch_size", "epochs"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from evener.core.did_you_mean import did_you_mean
 from evener.core.plugins import kind_of
+from evener.core.text import said
 from evener.errors import TaskError
 
 C = TypeVar("C")
@@ -143,6 +145,31 @@ class BareStream(IterableDataset[Any]):
 def as_dataset(dataset: Any) -> Any:
     """Returns the data set itself, or makes one of an object that can be iterated and has a state."""
     return BareStream(dataset) if is_bare_stream(dataset) else dataset
+
+
+def with_own_place(dataset: Any, other: Any) -> Any:
+    """Returns the data set, or a copy of it if it is ``other`` and a stream that keeps its place or epoch.
+
+    An evaluation begins when the next epoch's first batches are read already: it would go on behind them, and change
+    the epoch of the training.
+
+    Raises:
+        TaskError: If it cannot be copied.
+    """
+    keeps = hasattr(dataset, "state_dict") or hasattr(dataset, "set_epoch")
+    if (
+        dataset is not other
+        or not keeps
+        or not (isinstance(dataset, IterableDataset) or is_bare_stream(dataset))
+    ):
+        return dataset
+    try:
+        return deepcopy(dataset)
+    except Exception as error:  # any kind of error: of a lock, a connection, an open file
+        raise TaskError(
+            f"Task.evaluate is the stream of Task.train, which keeps its place and cannot be copied ({said(error)}): "
+            "give another object of it"
+        ) from error
 
 
 def _cure_of_arrays(dataset: object) -> str | None:

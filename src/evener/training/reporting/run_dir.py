@@ -176,6 +176,8 @@ class RunDirectory:
             if path.suffix[1:].isdecimal():
                 path.unlink(missing_ok=True)
         with storage_errors(f"{self.path} cannot hold a run"):
+            if self._replaces and not self._goes_on:  # another run's, whose openers may have been others
+                (self.path / COUNTS).unlink(missing_ok=True)
             self._tell_owner()
 
     def _tell_owner(self) -> None:
