@@ -112,6 +112,14 @@ def _check(found: Sequence[int | str]) -> None:
             raise DataError(f"rank {rank}: {each}")
 
 
+def are_counts(file: Path) -> bool:
+    """Returns True for a file that this module wrote."""
+    found = _saved(file)
+    return bool(found) and all(
+        type(entry) is list and {*map(type, entry)} == {int} for entry in found.values()
+    )
+
+
 def _saved(file: Path) -> dict[str, Any]:
     """Returns the counts of an earlier run; none if the file is missing or damaged."""
     with suppress(OSError, ValueError, DataError):

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 
 from evener.checkpoint.run_mark import write_mark
 from evener.core.records import Note, RunStart
+from evener.data.shard_counts import COUNTS
+from evener.data.sharded import ShardedDataset
 from evener.distributed.launch.scratch_dir import clear, scratch
-from evener.errors import ConfigurationError, DivergenceError, StorageError, TaskError
+from evener.errors import ConfigurationError, DataError, DivergenceError, StorageError, TaskError
 from evener.files import write_json
 from evener.training.fit import fit
 from evener.training.reporting.run_dir import Records, RunDirectory, goes_on_in, new_run_dir, refuse_finished
@@ -70,6 +73,22 @@ def test_what_an_earlier_run_left_stays_until_the_new_one_has_begun(tmp_path: Pa
     fit(tasks.plain, processes=1, device="cpu", run_dir=tmp_path, steps=1, show=False, overwrite=True)
     steps = [json.loads(line)["step"] for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     assert steps == [0, 1]  # a step, and the evaluation after it
+
+
+def test_a_run_that_ended_while_it_counted_may_begin_again(tmp_path: Path) -> None:
+    def torn(shard: int) -> Iterator[Any]:
+        yield from tasks.rows_of(shard)
+        if shard == 5:
+            raise OSError("a torn file")
+
+    task, folder = tasks.sharded(), tmp_path / "run"
+    with pytest.raises(DataError, match="a torn file"):
+        fit(replace(task, train=ShardedDataset(range(6), torn)), run_dir=folder, **ONE)
+    assert (folder / COUNTS).is_file()
+    fit(task, run_dir=folder, steps=1, **ONE)
+    (tmp_path / COUNTS).write_text('{"mine": "not lengths"}')
+    with pytest.raises(ConfigurationError, match=f"has {COUNTS}, which the run would replace"):
+        fit(task, run_dir=tmp_path, steps=1, **ONE)
 
 
 def test_a_summary_is_never_that_of_an_earlier_run(tmp_path: Path) -> None:

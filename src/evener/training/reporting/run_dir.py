@@ -53,7 +53,7 @@ from evener.core.records import (
 )
 from evener.core.stdio import unheard
 from evener.core.text import few, from_here, printable
-from evener.data.shard_counts import COUNTS
+from evener.data.shard_counts import COUNTS, are_counts
 from evener.distributed.session import RUN_DIR
 from evener.errors import ConfigurationError, StorageError
 from evener.files import read_json, read_text, write_json
@@ -99,6 +99,8 @@ def refuse_taken(path: Path, goes_on: bool) -> None:
 
 
 def _is_taken(path: Path) -> bool:
+    if path.name == COUNTS and are_counts(path):  # of a run that ended while it counted
+        return False
     return any(path.iterdir()) if path.is_dir() else os.path.lexists(path) and path.name != CHECKPOINTS
 
 
