@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from evener.checkpoint.remote.lock import LOCK
 from evener.checkpoint.weights_file import read_weights
 from evener.cli.main import main
 from evener.core.elsewhere import host_name, local_path
+from evener.data.sharded import ShardedDataset
 from evener.errors import ConfigurationError, DataError, DivergenceError, StorageError
 from evener.training.engine import Engine
 from evener.training.fit import fit
@@ -214,6 +216,50 @@ def test_numbers_that_are_not_finite_are_left_by_a_checkpoint_from_here() -> Non
         fit(tasks.explodes, processes=1, device="cpu", **settings)
     assert [text.partition(": back")[2] for text in notes()] == [" to the checkpoint after 2 steps"] * 3
     assert LOCK not in "".join(places.content())
+
+
+def test_a_url_that_was_emptied_takes_a_new_run_though_a_killed_save_left_remains_here() -> None:
+    trained(steps=2)
+    here = local_path(URL) / "checkpoints"
+    (here / "step-00000002").rename(here / ".step-00000002")
+    MemoryFileSystem.store.clear()
+    assert trained(steps=2).summary.steps == 2
+    assert places.steps() == [2]
+
+
+def test_counts_of_shards_are_elsewhere_too(tmp_path: Path) -> None:
+    opened: list[int] = []
+
+    def opener(shard: int) -> Any:
+        opened.append(shard)
+        return tasks.rows_of(shard)
+
+    own: dict[str, Any] = {"processes": 1, "device": "cpu", "show": False, "run_dir": URL}
+    task = replace(tasks.sharded(), evaluate=None)
+    for steps in (1, 2):
+        opened.clear()
+        data = ShardedDataset(range(6), opener, together=2)
+        fit(replace(task, train=data), steps=steps, resume="auto" if steps > 1 else None, **own)
+        assert (sorted(set(opened)) == [*range(6)]) == (steps == 1)
+        forget_here(tmp_path)
+
+
+def test_a_run_that_never_began_elsewhere_lost_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    def torn(shard: int) -> Any:
+        yield from tasks.rows_of(shard)
+        if shard == 5:
+            raise OSError("a torn file")
+
+    for _ in range(2):
+        with pytest.raises(DataError, match="a torn file"):
+            fit(
+                replace(tasks.sharded(), train=ShardedDataset(range(6), torn)),
+                processes=1,
+                device="cpu",
+                show=False,
+                run_dir=URL,
+            )
+    assert "does not have all of the run" not in capsys.readouterr().err
 
 
 # What is not Evener's

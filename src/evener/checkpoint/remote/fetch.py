@@ -26,12 +26,13 @@ from evener.checkpoint.run_mark import MARK, run_in
 from evener.core.elsewhere import url_of
 from evener.core.os_errors import storage_errors
 from evener.core.records import RECORDS
+from evener.data.shard_counts import COUNTS
 from evener.errors import ConfigurationError, StorageError
 from evener.files import LONGEST, parsed
 
 UNSENT = ".unsent"
 """Exists in a local directory from the start of a run until everything is uploaded."""
-SMALL = (MARK, "config.json", "task.json", "summary.json", RECORDS)
+SMALL = (MARK, "config.json", "task.json", "summary.json", COUNTS, RECORDS)
 """Files of a run beside its checkpoints."""
 POINTERS = (folder.LATEST, folder.BEST, folder.BEST_VALUE)
 _MERGING, _RUNNING = ".merging.lock", ".running.lock"
@@ -182,6 +183,10 @@ def merge(files: RemoteFiles, base: Path, tell: Callable[[str], object], records
         if any(_name_in(base, each.path) not in whole for each in folder.saved_in(base / folder.CHECKPOINTS)):
             _move_aside(base, tell)
     with storage_errors(f"{base}, where {url_of(base)} is kept, cannot be written"):
+        if MARK not in sizes:
+            folder.clear(
+                base / folder.CHECKPOINTS
+            )  # also remains of killed saves: no run of here marks them now
         pointers = [f"{place}{name}" for place in ("", f"{folder.CHECKPOINTS}/") for name in POINTERS]
         for name in (*SMALL, *pointers):
             (base / name).parent.mkdir(parents=True, exist_ok=True)
