@@ -156,6 +156,22 @@ def test_a_run_with_slower_devices_than_there_are_is_not_compared(tmp_path: Path
         compared_step(calibration(), run)
 
 
+def test_a_run_that_was_profiled_is_not_compared(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 40e-3, (32e-3, 32e-3), config={"profile": 3})
+    with pytest.raises(ConfigurationError, match="was profiled"):
+        compared_step(calibration(), run)
+
+
+def test_steps_before_a_resume_do_not_count(tmp_path: Path) -> None:
+    """They may be of another way, and of another number of ranks."""
+    run = run_of(tmp_path, 36e-3, (32e-3, 32e-3), samples_in_seconds=10 * 64)
+    records = run / "records.jsonl"
+    alone = {"kind": "step", "step": 0, "samples": 64, "shares": [64], "seconds": 90e-3}
+    before = json.dumps(alone | {"compute_seconds": [90e-3], "input_seconds": [0.0]})
+    records.write_text("\n".join([*[before] * 20, records.read_text()]))
+    assert compared_step(calibration(), run).seconds == pytest.approx(36e-3)
+
+
 def test_the_strategy_of_a_run_is_found_among_the_ways(tmp_path: Path) -> None:
     run = run_of(tmp_path, 40e-3, (32e-3, 32e-3), config={"strategy": "sharded"})
     assert compared_step(calibration(), run).candidate == SHARDED

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -78,7 +79,7 @@ def compared_step(calibration: Calibration, run: Path) -> ComparedStep:
     """
     try:
         config, summary = (read_json(run / name) for name in ("config.json", "summary.json"))
-        steps = list(_steps(run / RECORDS))[WARM_STEPS + 1 :]
+        steps = _since_start(list(_steps(run / RECORDS)), summary)[WARM_STEPS + 1 :]
         task, ranks, batch_size = summary["task"], summary["world_size"], summary["batch_size"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{run} is not the directory of a run that has ended: {error!r}") from error
@@ -95,6 +96,8 @@ def compared_step(calibration: Calibration, run: Path) -> ComparedStep:
         raise ConfigurationError(
             f"{run} emulated slower devices (--throttle), and the calibration is of these"
         )
+    if config.get("profile"):
+        raise ConfigurationError(f"{run} was profiled (--profile), and steps that are take longer")
     candidate = _candidate(config, ranks)
     named = replace(candidate, allreduce=config.get("allreduce"))
     candidate = named if named in calibration.costs else candidate
@@ -127,6 +130,15 @@ def _steps(path: Path) -> Iterator[dict[str, Any]]:
         record = json.loads(line)
         if record["kind"] == "step":
             yield record
+
+
+def _since_start(steps: list[dict[str, Any]], summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the steps since the start or the resume. Those before a resume may be of other ranks or another way."""
+    left, place = summary.get("samples_in_seconds") or math.inf, len(steps)
+    while place and left > 0:
+        place -= 1
+        left -= steps[place]["samples"]
+    return steps[place:]
 
 
 def _medians(steps: Sequence[dict[str, Any]], name: str) -> list[float]:
