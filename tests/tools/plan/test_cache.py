@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import evener
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.errors import ConfigurationError, DataError
 from evener.tools.plan import Calibration, cached_way, keep
-from evener.tools.plan.cache import structure_of
 from evener.tools.plan.calibration import counted_settings
+from evener.tools.plan.structure import structure_of
 from tests.tools.plan.test_choice import DDP, SHARDED, SINGLE, calibration, costs
 
 CONFIG = RunConfig(device="cpu", processes=2)
@@ -47,7 +48,7 @@ def made(width: int = 8, **fields: Any) -> Task:
 
 
 def plan(**more: Any) -> Calibration:
-    return calibration(settings=counted_settings(CONFIG), **more)
+    return calibration(settings=counted_settings(CONFIG), structure=structure_of(made()), **more)
 
 
 def kept(**more: Any) -> Path:
@@ -139,6 +140,11 @@ def test_trials_on_a_busy_machine_are_not_kept() -> None:
     assert keep(plan(), NAME, CONFIG.replace(strategy="ddp")) is None
 
 
+def test_trials_of_another_model_are_not_kept() -> None:
+    assert keep(plan(), NAME, CONFIG, {"width": 16}) is None
+    assert cached_way(NAME, CONFIG, {"width": 16}) is None
+
+
 def test_a_directory_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("no directory")
     assert keep(plan(), NAME, CONFIG) is None
@@ -218,6 +224,8 @@ def test_values_and_rates_do_not_change_what_a_task_builds() -> None:
         {"optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.1)},
         {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, nesterov=True, momentum=0.9)},
         {"loss": nn.L1Loss()},
+        {"average": evener.ema()},
+        {"penalty": lambda model: model[0].weight.square().sum()},
         {"train": TensorDataset(torch.zeros(64, 4), torch.zeros(64, 2))},
         {"train": TensorDataset(torch.zeros(128, 3, 4), torch.zeros(128, 3, 2))},
     ],

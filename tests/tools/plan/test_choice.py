@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+import evener
 from evener.balance.time_model import Line
 from evener.core.config.run_config import RunConfig
 from evener.errors import ConfigurationError, DataError
 from evener.tools.plan import Calibration, StepCosts, chosen_way, compared_step
 from evener.tools.plan.calibration import counted_settings, this_machine
 from evener.tools.plan.candidates import Candidate
+from evener.tools.plan.structure import structure_of
 from evener.tools.plan.trials import WARM_STEPS
 from tests.tools.estimate.test_estimate import small
 
@@ -94,6 +96,14 @@ def test_what_a_plan_cannot_choose_is_refused(saved: Path, settings: dict[str, A
 def test_a_plan_of_another_task_is_refused(saved: Path) -> None:
     with pytest.raises(ConfigurationError, match="of the task 'small', and this is 'another'"):
         chosen_way(saved, RunConfig(), lambda: small(name="another"))
+
+
+def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
+    calibration(structure=structure_of(small(name="small"))).save(tmp_path / "plan.json")
+    assert chosen(tmp_path / "plan.json", RunConfig())[0].strategy == "ddp"
+    averaged = replace(small(name="small"), average=evener.ema())
+    with pytest.raises(ConfigurationError, match="with another model"):
+        chosen_way(tmp_path / "plan.json", RunConfig(), lambda: averaged)
 
 
 def test_a_plan_of_another_machine_is_refused(tmp_path: Path) -> None:

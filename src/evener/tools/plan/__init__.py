@@ -13,6 +13,7 @@
 ``plan``         makes a plan for this machine, ``for_cluster`` for others
 ``choice``       takes the fastest way of a saved calibration for a run
 ``cache``        plans that were kept, which runs find by themselves
+``structure``    a fingerprint of what a task builds
 ``fitting``      a strategy for a model that does not fit with the default one
 ``comparison``   a run beside its prediction
 ``learning``     lets a calibration learn from runs

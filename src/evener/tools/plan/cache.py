@@ -20,24 +20,21 @@ from typing import Any
 
 import torch
 from platformdirs import user_cache_path
-from torch import Tensor, nn
 
 from evener.collectives.registry import ALL_REDUCES
 from evener.core.config.process_range import one_number
 from evener.core.config.run_config import AUTO, RunConfig
 from evener.core.config.strategy_names import STRATEGIES
-from evener.core.task.task import Task, resolve
+from evener.core.task.task import resolve
 from evener.distributed.environment import default_processes, detect, kind_taken, usable_cores
 from evener.errors import DataError
 from evener.hardware import accelerators
 from evener.tools.plan.calibration import Calibration, counted_settings, this_machine
 from evener.tools.plan.choice import settings_by_plan
-from evener.tools.plan.fitting import model_without_numbers
 from evener.tools.plan.learning import is_busy
 from evener.tools.plan.result import Way
-from evener.tools.plan.trials import quiet
+from evener.tools.plan.structure import structure_of
 from evener.training.builtin_tasks import BUILT_IN
-from evener.training.prepare.sample_tensor import leaves_of
 from evener.version import evener_version
 
 
@@ -76,59 +73,20 @@ def keep(
     calibration: Calibration, task: str, config: RunConfig, options: Mapping[str, Any] | None = None
 ) -> Path | None:
     """Writes a calibration where :func:`cached_way` finds it. Returns the file; None if it is none to keep: if the
-    machine was busy, the settings chose the strategy, or the directory cannot be written."""
+    machine was busy, the settings chose the strategy, the trials were of another model or other samples, or the
+    directory cannot be written."""
     if not _is_open(config) or not calibration.costs or is_busy(calibration.load):
         return None
     built, made = resolve(task, BUILT_IN, options)(), datetime.now().isoformat(" ", "minutes")
+    if calibration.structure != structure_of(built):
+        return None
     path = _directory(task, config, options) / f"{calibration.batch_size}.json"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace(calibration, structure=structure_of(built), made=made).save(path)
+        replace(calibration, made=made).save(path)
     except OSError:
         return None
     return path
-
-
-def structure_of(task: Task) -> str:
-    """Returns a fingerprint of what a task builds: types and shapes of its model, optimizer and samples, no values."""
-    model = model_without_numbers(task)
-    with quiet(), torch.random.fork_rng(devices=[]):
-        facts = [
-            [(name, type(each).__qualname__) for name, each in model.named_modules()],
-            [_tensor(name, each) for name, each in model.named_parameters()],
-            [_tensor(name, each) for name, each in model.named_buffers()],
-            [type(task.loss).__qualname__, task.partition, *_samples(task)],
-            _optimizer(task, model),
-        ]
-    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
-
-
-def _tensor(name: str, tensor: Tensor) -> list[Any]:
-    return [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
-
-
-def _samples(task: Task) -> list[Any]:
-    """Returns the number of samples, and types and shapes of the first; nothing of a stream."""
-    try:
-        leaves = leaves_of(task.train[0])
-        return [len(task.train), *map(_leaf, leaves)]  # type: ignore[arg-type]
-    except Exception:
-        return [type(task.train).__qualname__]
-
-
-def _leaf(leaf: Any) -> Any:
-    return [type(leaf).__qualname__, list(getattr(leaf, "shape", ())), str(getattr(leaf, "dtype", ""))]
-
-
-def _optimizer(task: Task, model: nn.Module) -> list[Any]:
-    """Returns the type of the optimizer, and the choices on which its state and its speed depend."""
-    try:
-        made = task.optimizer(list(model.parameters()))
-    except Exception:  # it wants names or the model, or refuses tensors without numbers
-        return [getattr(task.optimizer, "__qualname__", "")]
-    momentum = bool(made.defaults.get("momentum"))
-    switches = sorted((name, each) for name, each in made.defaults.items() if isinstance(each, bool))
-    return [type(made).__qualname__, momentum, switches, [len(each["params"]) for each in made.param_groups]]
 
 
 def _is_open(config: RunConfig) -> bool:

@@ -65,8 +65,9 @@ class Calibration:
     runs: tuple[PastRun, ...] = ()
     """The runs from which the calibration has learned, the oldest first."""
     structure: str = ""
-    """Fingerprint of what the task builds, and when the trials were made, of one that was kept for later runs."""
+    """Fingerprint of what the task builds."""
     made: str = ""
+    """When the trials were made, if they were kept for later runs."""
 
     def check(self, task: str, config: RunConfig) -> None:
         """Raises ConfigurationError if the trials were of another task, or with other settings."""

@@ -13,6 +13,7 @@ from evener.errors import ConfigurationError, EvenerError
 from evener.tools.plan.calibration import Calibration, this_machine
 from evener.tools.plan.plan import ways_of
 from evener.tools.plan.result import Way
+from evener.tools.plan.structure import is_other_model
 from evener.training.builtin_tasks import BUILT_IN
 from evener.training.factory import check_division
 
@@ -30,8 +31,8 @@ def chosen_way(
         options: Keyword arguments of the task's function.
 
     Raises:
-        ConfigurationError: If the plan is of another task, machine or settings, if the settings say already how to
-            train, or if no way counts.
+        ConfigurationError: If the plan is of another task, model, machine or settings, if the settings say already how
+            to train, or if no way counts.
         DataError: If the file is no calibration.
     """
     if config.strategy != "auto" or config.mesh or config.strategy_option:
@@ -48,7 +49,13 @@ def chosen_way(
             f"{path} was made on another machine ({calibration.machine}; this is {this_machine()}): make one here with "
             "evener plan TASK --save"
         )
-    calibration.check(resolve(task, BUILT_IN, options)().name, config)
+    built = resolve(task, BUILT_IN, options)()
+    calibration.check(built.name, config)
+    if calibration.structure and is_other_model(calibration.structure, built):
+        raise ConfigurationError(
+            f"{path} is of the task {built.name!r} with another model, loss or optimizer, which may need more time and "
+            "memory: make a plan for this"
+        )
     return settings_by_plan(path, calibration, config, config.batch_size or calibration.batch_size)
 
 

@@ -36,6 +36,7 @@ from evener.tools.plan.costs import StepCosts, StepTime, step_time
 from evener.tools.plan.local_steps_way import fastest_by_local_steps
 from evener.tools.plan.measured import costs_of, spread_of
 from evener.tools.plan.result import TrainingPlan, Way, best_all_reduce
+from evener.tools.plan.structure import structure_of
 from evener.tools.plan.sum_trials import SumTimes, with_all_reduces
 from evener.tools.plan.trials import Refusal, Trial, run_trials
 from evener.tools.plan.work import knowable
@@ -171,8 +172,18 @@ def calibrate(
     costs = with_all_reduces(costs, sums, batch_size)
     refused = {name: why for name, why in refused.items() if name not in {each.words for each in costs}}
     devices = tuple(accelerators.name_of(each) or each.type for each in _devices(kind, max(numbers)))
-    about = (devices, load, this_machine(), counted_settings(config))
-    return Calibration(built.name, batch_size, costs, refused, spread, *about)
+    return Calibration(
+        built.name,
+        batch_size,
+        costs,
+        refused,
+        spread,
+        devices,
+        load,
+        this_machine(),
+        counted_settings(config),
+        structure=structure_of(built),
+    )
 
 
 def _asked(ranks: int, config: RunConfig, batch_size: int) -> list[tuple[Candidate, int]]:
