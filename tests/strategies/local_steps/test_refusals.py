@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evener.core.config.run_config import RunConfig
-from evener.errors import ConfigurationError, TaskError
+from evener.errors import ConfigurationError, ShareError, TaskError
 from evener.nn import all_gather, data_group
 from evener.strategies import DiLoCo, LocalSgd
 from evener.training.engine import Engine
@@ -116,3 +116,15 @@ def test_a_loop_with_sums_of_its_own_is_refused() -> None:
             with pytest.raises(ConfigurationError, match="takes steps of its own"):
                 engine.update()
             break
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ranks", "shares"), [(2, 4, "3,3,1,1"), (4, 2, "1,2,1,2"), (None, 2, "3,1")]
+)
+def test_shares_are_of_ranks_or_of_replicas_that_a_rank_carries(
+    replicas: int | None, ranks: int, shares: str
+) -> None:
+    config = RunConfig(strategy=DiLoCo(replicas=replicas), balance=shares, device="cpu")
+    check_division(config, ranks)
+    with pytest.raises(ShareError, match="weights"):
+        check_division(config.replace(balance="1,1,1"), ranks)

@@ -117,7 +117,7 @@ class LocalSgd(Strategy):
         return False if self.zero == 3 else None
 
     def batch_parts(self, world_size: int) -> int:
-        return self.replicas or world_size
+        return max(self.replicas or world_size, world_size)
 
     @property
     def batches_in_step(self) -> int:
