@@ -155,7 +155,7 @@ def test_a_directory_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> Non
 
 def edited(path: Path, **values: Any) -> None:
     found = json.loads(path.read_text())
-    found["costs"][1]["costs"] |= values.pop("costs", {})
+    found["costs"][1]["costs"] |= values.pop("of_costs", {})
     found["costs"][1]["candidate"] |= values.pop("candidate", {})
     path.write_text(json.dumps(found | values))
 
@@ -164,10 +164,13 @@ def edited(path: Path, **values: Any) -> None:
     ("values", "words"),
     [
         ({"format": "another"}, "not of the format"),
-        ({"costs": {"update": float("nan")}}, "not at least 0 and finite"),
-        ({"costs": {"rest": {"overhead_seconds": -1.0, "seconds_per_sample": 0.0}}}, "not at least 0"),
-        ({"costs": {"parts": 0}}, "not those of 2 ranks"),
-        ({"costs": {"compute": []}}, "not those of 2 ranks"),
+        ({"of_costs": {"update": float("nan")}}, "not at least 0 and finite"),
+        ({"of_costs": {"rest": {"overhead_seconds": -1.0, "seconds_per_sample": 0.0}}}, "not at least 0"),
+        ({"of_costs": {"sizes": ["a"]}}, "of batches of"),
+        ({"costs": []}, "has no way to train"),
+        ({"settings": []}, "no names with values"),
+        ({"of_costs": {"parts": 0}}, "not those of 2 ranks"),
+        ({"of_costs": {"compute": []}}, "not those of 2 ranks"),
         ({"candidate": {"strategy": "os:system"}}, "parts that Evener does not have: os:system"),
         ({"candidate": {"allreduce": "os:system"}}, "parts that Evener does not have"),
     ],

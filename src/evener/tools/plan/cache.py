@@ -122,6 +122,8 @@ def _read(path: Path) -> Calibration:
     except DataError as error:
         why = error.__cause__
         raise DataError(f"{path} is no plan that can be used ({why}): delete it, or plan again") from error
+    if not calibration.costs:
+        raise DataError(f"{path} has no way to train: delete it, or plan again")
     for each in calibration.costs:
         if each.strategy not in STRATEGIES or each.allreduce not in (None, *ALL_REDUCES):
             raise DataError(f"{path} names parts that Evener does not have: {each.words}")

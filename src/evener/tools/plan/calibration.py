@@ -104,6 +104,8 @@ class Calibration:
             costs = {_candidate(each["candidate"]): _costs(each["costs"]) for each in values.pop("costs")}
             for candidate, each in costs.items():
                 _check_costs(candidate, each)
+            if not isinstance(values.get("settings", {}), dict):
+                raise ValueError("its settings are no names with values")
             runs = tuple(PastRun(**each) for each in values.pop("runs", ()))
             return cls(costs=costs, runs=runs, **values | {"devices": tuple(values["devices"])})
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -142,6 +144,8 @@ def _check_costs(candidate: Candidate, costs: StepCosts) -> None:
     numbers += [costs.hidden, costs.exposed, costs.update, costs.bubble, costs.spread, costs.setup]
     if not all(0 <= number < math.inf for number in numbers):
         raise ValueError(f"the costs of {candidate.words} have a number that is not at least 0 and finite")
+    if not all(type(size) is int and size > 0 for size in costs.sizes):
+        raise ValueError(f"the costs of {candidate.words} are of batches of {list(costs.sizes)} samples")
     if len(costs.compute) != candidate.ranks or not 1 <= costs.parts <= candidate.ranks:
         raise ValueError(f"the costs of {candidate.words} are not those of {candidate.ranks} ranks")
 

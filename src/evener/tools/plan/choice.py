@@ -78,7 +78,7 @@ def settings_by_plan(
     ways = [
         way
         for way in ways_of(calibration, config, batch_size)
-        if max(way.costs.sizes) >= batch_size
+        if max(way.costs.sizes, default=0) >= batch_size
         and world_size in (1, way.candidate.ranks)
         and ranks in (None, way.candidate.ranks)
     ]
