@@ -15,6 +15,8 @@ from evener.errors import InterruptedRunError
 from evener.tools.plan import Calibration, StepCosts, keep
 from evener.tools.plan.calibration import counted_settings, this_machine
 from evener.tools.plan.candidates import Candidate
+from evener.tools.plan.structure import structure_of
+from evener.training.builtin_tasks import digits
 
 
 @pytest.mark.parametrize(
@@ -68,8 +70,10 @@ def plan_of_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = RunConfig(device="cpu", processes=1)
     costs = {Candidate(1, "single"): StepCosts((Line(0.0, 1e-4),), 1, spread=0.05, sizes=(64,))}
     machine, settings = this_machine(), counted_settings(config)
-    path = keep(Calibration("digits", 64, costs, machine=machine, settings=settings), "digits", config)
-    assert path is not None
+    structure = structure_of(digits.task())
+    found = Calibration("digits", 64, costs, machine=machine, settings=settings, structure=structure)
+    path = keep(found, "digits", config)
+    assert isinstance(path, Path)
     return path
 
 

@@ -81,10 +81,12 @@ def execute(arguments: argparse.Namespace) -> int:
 
         plan, kept = _plan(arguments, config)
         print(plan_text(plan, arguments.top, arguments.explain == ""))
-        if kept is not None:
+        if isinstance(kept, Path):
             print(
                 f"kept in {kept}: evener train takes the fastest way from now on, but not with --strategy ddp"
             )
+        elif kept:
+            print(f"not kept for later runs: {kept}")
         found["plan"], fits = plan.as_json(), fits and plan.best is not None
     if arguments.json is not None:
         write_json(arguments.json, found)
@@ -134,15 +136,16 @@ def _memory(arguments: argparse.Namespace, config: RunConfig) -> tuple[dict[str,
     return estimate.as_json() | {"limits": limits}, not exceeding
 
 
-def _plan(arguments: argparse.Namespace, config: RunConfig) -> tuple[TrainingPlan, Path | None]:
-    """Returns the plan, and the file in which it was kept for later runs."""
+def _plan(arguments: argparse.Namespace, config: RunConfig) -> tuple[TrainingPlan, Path | str]:
+    """Returns the plan, and the file in which it was kept for later runs or why it was not. The last is empty for a
+    plan without trials."""
     from evener.tools.plan import Calibration, calibrate, keep, make_plan, plan_for_cluster, read_cluster
 
     task, given, seconds = arguments.task, options.task_options_of(arguments), arguments.budget
     if arguments.cluster:
         cluster = read_cluster(arguments.cluster)
-        return plan_for_cluster(task, cluster, config, options=given, seconds=seconds), None
-    kept = None
+        return plan_for_cluster(task, cluster, config, options=given, seconds=seconds), ""
+    kept: Path | str = ""
     if arguments.source:
         calibration = Calibration.read(arguments.source)
     else:

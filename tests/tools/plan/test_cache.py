@@ -53,7 +53,7 @@ def plan(**more: Any) -> Calibration:
 
 def kept(**more: Any) -> Path:
     path = keep(plan(**more), NAME, CONFIG)
-    assert path is not None
+    assert isinstance(path, Path)
     return path
 
 
@@ -135,19 +135,21 @@ def test_ranks_of_another_launcher_take_no_plan(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_trials_on_a_busy_machine_are_not_kept() -> None:
-    assert keep(plan(load=1000.0), NAME, CONFIG) is None
-    assert keep(plan(costs={}), NAME, CONFIG) is None
-    assert keep(plan(), NAME, CONFIG.replace(strategy="ddp")) is None
+    assert keep(plan(load=1000.0), NAME, CONFIG) == "the machine was busy"
+    assert keep(plan(costs={}), NAME, CONFIG) == "no way was tried"
+    assert keep(plan(), NAME, CONFIG.replace(strategy="ddp")) == "the settings choose how to train"
 
 
 def test_trials_of_another_model_are_not_kept() -> None:
-    assert keep(plan(), NAME, CONFIG, {"width": 16}) is None
+    assert "of another model" in str(keep(plan(), NAME, CONFIG, {"width": 16}))
     assert cached_way(NAME, CONFIG, {"width": 16}) is None
 
 
 def test_a_directory_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("no directory")
-    assert keep(plan(), NAME, CONFIG) is None
+    why = keep(plan(), NAME, CONFIG)
+    assert isinstance(why, str)
+    assert "directory" in why
 
 
 # Files that cannot be used

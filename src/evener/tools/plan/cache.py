@@ -25,6 +25,7 @@ from evener.collectives.registry import ALL_REDUCES
 from evener.core.config.process_range import one_number
 from evener.core.config.run_config import AUTO, RunConfig
 from evener.core.config.strategy_names import STRATEGIES
+from evener.core.os_errors import os_error_message
 from evener.core.task.task import resolve
 from evener.distributed.environment import default_processes, detect, kind_taken, usable_cores
 from evener.errors import DataError
@@ -71,21 +72,23 @@ def cached_way(
 
 def keep(
     calibration: Calibration, task: str, config: RunConfig, options: Mapping[str, Any] | None = None
-) -> Path | None:
-    """Writes a calibration where :func:`cached_way` finds it. Returns the file; None if it is none to keep: if the
-    machine was busy, the settings chose the strategy, the trials were of another model or other samples, or the
-    directory cannot be written."""
-    if not _is_open(config) or not calibration.costs or is_busy(calibration.load):
-        return None
+) -> Path | str:
+    """Writes a calibration where :func:`cached_way` finds it. Returns the file, or why it was not kept."""
+    if not _is_open(config):
+        return "the settings choose how to train"
+    if not calibration.costs:
+        return "no way was tried"
+    if is_busy(calibration.load):
+        return "the machine was busy"
     built, made = resolve(task, BUILT_IN, options)(), datetime.now().isoformat(" ", "minutes")
     if calibration.structure != structure_of(built):
-        return None
+        return "the trials were of another model or other samples"
     path = _directory(task, config, options) / f"{calibration.batch_size}.json"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace(calibration, made=made).save(path)
-    except OSError:
-        return None
+    except OSError as error:
+        return os_error_message(error)
     return path
 
 
