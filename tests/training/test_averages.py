@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import evener
+from evener.checkpoint.layout import named
 from evener.checkpoint.weights_file import export
 from evener.cli.main import main
 from evener.core.config.run_config import RunConfig
@@ -328,6 +329,10 @@ def returns(averages: Any, weights: Any, number: int) -> Any:
             r"Task.average is of type float, .* give evener.ema\(0.999\)",
         ),
         (partial(tasks._task, average=evener.ema), r"Task.average is ema itself"),
+        (
+            partial(tasks._task, average=evener.ema(), metrics={"average.loss": nn.L1Loss()}),
+            "has 'average.loss'; with Task.average",
+        ),
     ],
 )
 def test_what_is_no_average_is_refused(make: Callable[[], Any], message: str) -> None:
@@ -352,3 +357,12 @@ def test_the_record_of_a_run_names_both_metrics(tmp_path: Path) -> None:
     records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     metrics = [record["metrics"] for record in records if record["kind"] == "evaluation"]
     assert all({"loss", "average.loss"} <= each.keys() for each in metrics)
+
+
+def test_the_best_average_is_kept_although_it_begins_after_an_evaluation(tmp_path: Path) -> None:
+    an_epoch = -(-len(kept_task().train) // kept_task().batch_size)  # type: ignore[arg-type]
+    task = replace(kept_task(), average=evener.ema(0.9, start=an_epoch))
+    fit(task, run_dir=tmp_path, keep_best="average.loss", epochs=2, **ONE)
+    assert named(tmp_path / "checkpoints" / "best") == f"step-{2 * an_epoch:08}"
+    with pytest.raises(ConfigurationError, match="the metrics are loss"):
+        fit(task, run_dir=tmp_path / "misspelt", keep_best="average.los", epochs=1, **ONE)

@@ -60,7 +60,7 @@ class Average:
     @property
     def words(self) -> str:
         """A description of the average and of the updates that it is of."""
-        of = f", of every {self.every}th update" if self.every > 1 else ""
+        of = f", one of {self.every:,} updates" if self.every > 1 else ""
         return f"{self.name}{of}{f' after the first {self.start:,}' if self.start else ''}"
 
 

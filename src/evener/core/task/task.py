@@ -128,6 +128,12 @@ class Task:
             check_dataset(self.evaluate, "Task.evaluate")
         check_metrics(self.metrics)
         object.__setattr__(self, "average", as_average(self.average))
+        taken = [name for name in self.metrics if name.startswith("average.")]
+        if self.average is not None and taken:
+            raise TaskError(
+                f"Task.metrics has {taken[0]!r}; with Task.average, names that begin with 'average.' are those of the "
+                "average's metrics: give it another name"
+            )
         for name, (signature, optional) in _FUNCTIONS.items():
             check_function(name, getattr(self, name), signature, optional)
         object.__setattr__(self, "evaluate", with_own_place(self.evaluate, self.train))

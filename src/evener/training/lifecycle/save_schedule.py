@@ -26,6 +26,7 @@ from evener.data.batch import Batch
 from evener.distributed.signals import Deferral, interruption
 from evener.errors import CheckpointError, ConfigurationError, InterruptedRunError
 from evener.training.engine import Engine
+from evener.training.evaluation import AVERAGE
 from evener.training.step.step import Step
 
 
@@ -175,11 +176,17 @@ class Saving:
             ConfigurationError: If the metric that decides is not among the metrics.
         """
         best, steps = self._best, self._engine.steps_done
-        if best.metric and best.is_better(metrics):
+        if best.metric and not self._is_awaited(best.metric, metrics) and best.is_better(metrics):
             self.end()
             best.set(metrics, steps)
             if self._engine.session.rank == 0:
                 evaluated.mark_best(self._directory, folder.name_of(steps), best.metric, metrics[best.metric])
+
+    def _is_awaited(self, metric: str, metrics: Mapping[str, float]) -> bool:
+        """Returns True for a metric of the average of the weights, as long as there is no average."""
+        average = self._engine.learner.average
+        begins_later = average.how is not None and not average.how.instead and not average.number
+        return begins_later and metric.startswith(AVERAGE) and metric.removeprefix(AVERAGE) in metrics
 
     def followed(self) -> None:
         """Stores what observers remember after everything that follows a step is over, such as its evaluation.
