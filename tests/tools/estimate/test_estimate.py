@@ -163,7 +163,11 @@ def test_estimates_of_models_optimizers_and_strategies(ranks: Callable[[int], An
             else [[counted_alone(*each) for each in zip(tasks, configs, strict=True)]]
         )
         for number, case in enumerate(own):
-            rows.append(Compared(case, peaks[case], tuple(of_rank[number].peak for of_rank in found)))
+            row = Compared(case, peaks[case], tuple(of_rank[number].peak for of_rank in found))
+            if row.error < BELOW and processes == 2:  # a thread of gloo may have held a message: see counted
+                again = ranks(2).run(counted, tasks[number : number + 1], configs[number : number + 1], 3)
+                row = replace(row, counted=tuple(of_rank[0].peak for of_rank in again))
+            rows.append(row)
     assert len(rows) > 10
     errors = sorted(abs(row.error) for row in rows)
     assert errors[len(errors) // 2] <= MEDIAN, words(rows)
