@@ -152,7 +152,7 @@ def test_a_throttled_rank_looks_slow_to_all(ranks: Any, settings: dict[str, Any]
 
 
 def test_one_rank_can_be_throttled() -> None:
-    """There is no bucket to hold back."""
+    """There is no bucket to hold back. The machine may do other work in one of the runs without."""
     (seconds,) = least_seconds(LINEAR, throttle="0.02")
-    (quick,) = least_seconds(LINEAR)
+    quick = min(least_seconds(LINEAR)[0] for _ in range(3))
     assert seconds > 5 * quick
