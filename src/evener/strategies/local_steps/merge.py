@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evener.collectives.base import AllReduce, Work, key_of
-from evener.components.coalesce import in_buckets
+from evener.components.coalesce import broadcast_together, in_buckets
 from evener.components.gradients import number_of
 from evener.components.sharded_tensor.local import as_held, local
+from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import waiting
 from evener.strategies.learner import Learner
@@ -68,6 +69,16 @@ class SentFragment:
 def widest(device: torch.device) -> torch.dtype:
     """Returns the widest type of floating-point numbers that a device has."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def summed_numbers(own: list[float], group: dist.ProcessGroup | None, device: torch.device) -> list[float]:
+    """Returns the sums of numbers over the ranks of a group, which must call this together. None is this rank alone."""
+    if group is None:
+        return own
+    summed = torch.tensor(own, dtype=widest(device), device=device)
+    with waiting():
+        dist.all_reduce(summed, group=group)
+    return list(summed.tolist())
 
 
 class Merge:
@@ -164,25 +175,24 @@ class Merge:
         for flat in sent.flats:
             flat.div_(weight or 1.0)
         length = sum(float(flat.square().sum()) for flat in sent.flats)
-        length, squares, bad = self._of_replica([length, squares, float(len(unsound))])
+        own, device = [length, squares, float(len(unsound))], self._learner.session.device
+        length, squares, bad = summed_numbers(own, self._others, device)
         if bad or not weight:
             self._give(parameters, 0.0)
             return not bad
         for bucket, flat in zip(sent.buckets, sent.flats, strict=True):
             self._to_gradients(bucket, flat)
+        if self._others is not None:
+            self._make_alike(parameters, self._others)
         self.spreads.append(math.sqrt(max(0.0, squares / weight - length) / length) if length else 0.0)
         self._step(parameters)
         return True
 
-    def _of_replica(self, numbers: list[float]) -> list[float]:
-        """Returns the sums of numbers over the ranks that hold parts of this rank's replica."""
-        if self._others is None:
-            return numbers
-        device = self._learner.session.device
-        summed = torch.tensor(numbers, dtype=widest(device), device=device)
-        with waiting():
-            dist.all_reduce(summed, group=self._others)
-        return list(summed.tolist())
+    def _make_alike(self, parameters: list[nn.Parameter], ranks: dist.ProcessGroup) -> None:
+        """Gives the ranks of a replica the first one's differences of the weights that all of them hold whole. Each
+        has summed them in another message, so rounding could make them differ."""
+        whole = [p.grad for p in parameters if p.grad is not None and shard_spec(p) is None]
+        broadcast_together(whole, ranks, 0, self._learner.settings.bucket_nbytes)
 
     def _to_gradients(self, bucket: list[nn.Parameter], flat: Tensor) -> None:
         held = [local(p) for p in bucket]

@@ -34,7 +34,7 @@ from evener.hardware.timers import waiting
 from evener.strategies.interfaces import StepOutcome
 from evener.strategies.learner import Learner
 from evener.strategies.local_steps.buffers import BufferMerge
-from evener.strategies.local_steps.merge import Merge, MergeGroup, widest
+from evener.strategies.local_steps.merge import Merge, MergeGroup, summed_numbers
 from evener.strategies.local_steps.quorum import QuorumMerges, QuorumRules
 from evener.strategies.local_steps.replicas import ReplicaSet
 from evener.strategies.reducer import all_reduce_of, sum_in_buckets
@@ -270,13 +270,7 @@ class SumOverRanks:
 
     def numbers(self, own: list[float]) -> list[float]:
         """Returns the sums of numbers over the ranks."""
-        if self._group is None:
-            return own
-        device = self._learner.session.device
-        summed = torch.tensor(own, dtype=widest(device), device=device)
-        with waiting():
-            dist.all_reduce(summed, group=self._group)
-        return list(summed.tolist())
+        return summed_numbers(own, self._group, self._learner.session.device)
 
     def gradients(self, missing: Collection[str]) -> list[torch.nn.Parameter]:
         """Sums the gradients. Returns the parameters that have one on any rank.
@@ -296,9 +290,8 @@ class SumOverRanks:
 
     def close(self) -> None:
         """Frees the resources of the all-reduce."""
-        made: AllReduce | None = self.__dict__.get(
-            "_all_reduce"
-        )  # to make it now would be a message to all ranks
+        # To make it now would be a message to all ranks.
+        made: AllReduce | None = self.__dict__.get("_all_reduce")
         if made is not None:
             made.close()
 
