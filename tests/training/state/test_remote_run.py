@@ -435,7 +435,10 @@ def test_two_runs_do_not_write_there_at_once(tmp_path: Path) -> None:
     assert places.steps() == [2]
 
 
-def test_a_run_whose_lock_was_taken_ends_with_an_error(tmp_path: Path) -> None:
+def test_a_run_whose_lock_was_taken_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A renewal that had just read the lock would write it again: then the other run is the one that lost it.
+    monkeypatch.setattr("evener.checkpoint.remote.lock.BEAT_SECONDS", 1000.0)
+
     class Thief(evener.Callback):
         def begin(self, engine: Any) -> None:
             places.put(f"run/{LOCK}", b'{"token": "t", "pid": 1, "host": "far"}')
