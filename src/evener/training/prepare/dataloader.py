@@ -26,6 +26,7 @@ from evener.balance.base import Balancer
 from evener.core.config.run_config import RunConfig
 from evener.data.batch import Batch, MicroBatch, map_leaves, move
 from evener.data.division import own_slice
+from evener.data.tensor_rows import RowBatches, as_read, rows_of
 from evener.errors import ConfigurationError
 from evener.training.factory import balancer_called
 from evener.training.prepare.batch_tensors import marked
@@ -135,11 +136,13 @@ class PreparedLoader:
             options = {name: value for name, value in kept.items() if name not in ("dataset", "collate_fn")}
             self._stream = WholeBatches(loader, options, self._generator, place)
         else:
-            self._reader: DataLoader[Any] = DataLoader(
-                batch_sampler=self._shares,
-                generator=self._generator,
-                **kept,
-            )
+            rows = None if loader.num_workers else rows_of(loader.dataset, loader.collate_fn)
+            if rows is not None:
+                kept |= {"dataset": RowBatches(rows), "collate_fn": as_read}
+            drawn: dict[str, Any] = {"batch_sampler": self._shares}
+            if rows is not None:
+                drawn = {"sampler": self._shares, "batch_size": None}
+            self._reader: DataLoader[Any] = DataLoader(generator=self._generator, **drawn, **kept)
         self._handed_out = self._passes = 0
         self._current_batch: CurrentBatch | None = None
         self._began = self._ordered = place.random.held()
