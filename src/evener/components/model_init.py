@@ -214,6 +214,24 @@ def share_first_weights(
             _keep(tensor, given)
 
 
+@torch.no_grad()
+def share_whole_weights(
+    model: nn.Module, group: dist.ProcessGroup | None, device: torch.device, is_source: bool
+) -> None:
+    """Gives all ranks the tensors of rank 0's ``model``, which is whole on each of them. All ranks must call this
+    together.
+
+    Args:
+        group: All ranks. None for a single rank.
+        device: Sends and receives, one tensor at a time, wherever the model is.
+    """
+    for tensor in {id(each): each for each in named_tensors(model).values()}.values():
+        if group is not None:
+            there = tensor.detach().to(device)
+            _share(there, there if is_source else None, group)
+            tensor.copy_(there)
+
+
 def _share(tensor: Tensor, given: Tensor | None, group: dist.ProcessGroup) -> None:
     if tensor.layout is not torch.strided:
         _share_sparse(tensor, given, group)

@@ -49,16 +49,19 @@ from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.reducer import is_apart
 from evener.strategies.sharded.exchange_order import Gather, Scatter, Turns
-from evener.strategies.sharded.fsdp_checks import check_layers, check_types
+from evener.strategies.sharded.fsdp_checks import (
+    check_layers,
+    check_types,
+    refusal_explained,
+    without_views,
+)
 from evener.strategies.sharded.ownership import chunks
-from evener.strategies.sharded.sharded_reads import reads_explained
 from evener.strategies.sharded.units import fills_unused, nbytes_of_units, units_of
 from evener.strategies.sharded.write_check import refuse_writes
 from evener.strategies.single import NoSync
 from evener.strategies.steppers.plain import Plain
 from evener.strategies.sync_batch_norm import normalize_together
 from evener.strategies.synchronizer import Synchronizer
-from evener.torch_internals.autograd import is_view
 from evener.torch_internals.modules import own_buffers, own_parameters
 
 AXIS = "shard"
@@ -125,8 +128,8 @@ class Fsdp(Strategy):
         scalars = {parameter for parameter in model.parameters() if not parameter.ndim}
         units = units_of(model, self.wrap)
         for name, unit in [*reversed(units.items()), ("", model)]:
-            unit.register_forward_hook(_without_views)
-            with _explained(name or "the model"):
+            unit.register_forward_hook(without_views)
+            with refusal_explained(name or "the model"):
                 fully_shard(
                     unit,
                     mesh=over,
@@ -176,23 +179,6 @@ def _to_host(model: nn.Module, device: torch.device) -> None:
                 parameter.data = parameter.data.to(device)
 
 
-def _without_views(_: nn.Module, __: Any, output: Any) -> Any:
-    """Clones outputs that are views: a later in-place write to a view would drop the hook that FSDP2 puts on it."""
-    return map_leaves(lambda leaf: leaf.clone() if _is_traced_view(leaf) else leaf, output)
-
-
-def _is_traced_view(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad and is_view(leaf)
-
-
-@contextmanager
-def _explained(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, NotImplementedError, AssertionError) as error:
-        raise TaskError(f"{name} cannot be sharded by PyTorch's FSDP2: {error}") from error
-
-
 Place = tuple[dict[str, Any], str, str]
 """Place of a parameter: the module's parameter dictionary, the key in it, and the parameter's name in the model."""
 
@@ -223,6 +209,8 @@ class FsdpSum(PostBackwardSum):
         self._given: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in self._units}
         self._sound: list[Readout] = []
         self._stepping = False
+        self._forwards = 0
+        """The number of forward passes of which backward is still to come."""
         self._handles: list[RemovableHandle] = []
         self._handles_at_first: list[RemovableHandle] = []
         for number, unit in enumerate(self._units.values()):
@@ -279,8 +267,11 @@ class FsdpSum(PostBackwardSum):
 
     def _end(self, *_: Any) -> None:
         self._turns.ended()
-        if not torch.is_grad_enabled():
-            self._give_back()
+        if torch.is_grad_enabled():
+            self._forwards += 1
+        else:
+            self.free_gathered()
+        self._turns.start(f"backward of {self._forwards} forward passes")
 
     def _refuse_before_model(self, name: str, *_: Any) -> None:
         raise TaskError(
@@ -326,8 +317,7 @@ class FsdpSum(PostBackwardSum):
         if self._stepping:
             self._learner.work_timer.work_done()
 
-    def _give_back(self) -> None:
-        """Frees the whole weights that a forward pass without backward has left."""
+    def free_gathered(self) -> None:
         for unit in self._units.values():
             unit.reshard()
 
@@ -342,13 +332,14 @@ class FsdpSum(PostBackwardSum):
         finally:
             self._stepping = False
         self._turns.ended()
+        self._forwards = 0
 
     def forward(self) -> AbstractContextManager[None]:
         return reads_explained(self._units)
 
     def complete(self) -> tuple[str, ...]:
         self._learner.work_timer.work_done()
-        self._give_back()
+        self.free_gathered()
         missing = tuple(self._unused(p for p in self._learner.names if p.requires_grad))
         whole = self._trained()
         self._sound.append(self._learner.look_at(whole))
@@ -366,6 +357,9 @@ class FsdpSum(PostBackwardSum):
     def completes_in_backward(self, parameter: nn.Parameter) -> bool:
         return is_apart(parameter)
 
+    def unused(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        return self._unused(parameters)
+
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         return self._learner.names[parameter] in self._used
 
@@ -377,7 +371,8 @@ class FsdpSum(PostBackwardSum):
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sums the gradients of whole parameters. Backward has already summed those of sharded parameters."""
         self.check_known(parameters)
-        self._give_back()
+        self.free_gathered()
+        self._forwards = 0
         names = {self._learner.names[p]: p for p in parameters if p.requires_grad}
         whole = {name: p for name, p in names.items() if not is_apart(p)}
         sound = all(math.isfinite(number.value()) for number in self.soundness())

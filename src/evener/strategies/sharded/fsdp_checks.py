@@ -1,11 +1,17 @@
-"""Checks that reject models whose parameters PyTorch's FSDP2 cannot hold."""
+"""What PyTorch's FSDP2 cannot hold: models to reject, and outputs to copy."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from evener.data.batch import map_leaves
 from evener.errors import TaskError
+from evener.torch_internals.autograd import is_view
 
 
 def check_layers(model: nn.Module) -> None:
@@ -32,3 +38,21 @@ def check_types(model: nn.Module) -> None:
         raise TaskError(
             f"PyTorch's FSDP2 shards parameters of one type, the model has {words}: set dtype, or use strategy 'ddp'"
         )
+
+
+def without_views(_: nn.Module, __: Any, output: Any) -> Any:
+    """Clones outputs that are views: a later in-place write to a view would drop the hook that FSDP2 puts on it."""
+    return map_leaves(lambda leaf: leaf.clone() if _is_traced_view(leaf) else leaf, output)
+
+
+def _is_traced_view(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad and is_view(leaf)
+
+
+@contextmanager
+def refusal_explained(name: str) -> Iterator[None]:
+    """Turns FSDP2's refusal of the module ``name`` into a TaskError."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        raise TaskError(f"{name} cannot be sharded by PyTorch's FSDP2: {error}") from error

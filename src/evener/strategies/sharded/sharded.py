@@ -13,7 +13,7 @@ A higher stage takes less memory and more messages (Rajbhandari and others, SC 2
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -25,6 +25,7 @@ from evener.errors import ConfigurationError
 from evener.strategies.base import Strategy
 from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
+from evener.strategies.sharded.divided_updates import DividedUpdates
 from evener.strategies.sharded.fsdp import Fsdp, FsdpSum
 from evener.strategies.sharded.zero import Zero
 from evener.strategies.sharded.zero_reduce import ZeroSum
@@ -106,6 +107,28 @@ class Sharded(Strategy):
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
         return self._depth.synchronizer(learner)
+
+    def for_own_loop(self) -> Strategy:
+        """A loop sees gradients between backward and update, so that these are FSDP2's DTensors from stage 2 on. Stage
+        2 differs from 3 in that weights stay whole from forward to backward."""
+        if self.zero == 3:
+            return self
+        if self.in_common:
+            raise ConfigurationError(
+                "in_common goes with evener.Engine and evener.fit, not with a loop of your own: leave it out"
+            )
+        if self.zero == 1:
+            return DividedUpdates(self._parts_of_owners)
+        if self.shard_sizes is not None:
+            raise ConfigurationError(
+                f"shard_sizes={self.shard_sizes} with zero=2 goes with evener.Engine and evener.fit; in a loop of your "
+                "own gradients are those of PyTorch's FSDP2, in equal parts: say zero=1, or leave it out"
+            )
+        return replace(self, zero=3, reshard=False)
+
+    def _parts_of_owners(self, degree: int) -> list[float]:
+        assert isinstance(self._depth, Zero)
+        return self._depth.parts(degree)
 
     def synchronizer_apart(self, learner: Learner) -> Synchronizer:
         """Returns a synchronizer that sums over the ranks of the axis only, and not over other axes of the mesh."""

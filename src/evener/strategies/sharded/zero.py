@@ -70,10 +70,10 @@ class Zero(Strategy):
                 f"there is no stage {self.stage!r} of rows with owners; there are 1 and 2"
             )
         if self.shard_sizes is not None:
-            self._parts(self.shard_sizes.count(",") + 1)
+            self.parts(self.shard_sizes.count(",") + 1)
 
     def layout(self, world_size: int, settings: StrategySettings) -> Layout:
-        self._parts(world_size)
+        self.parts(world_size)
         if settings.compression is not None and (self.stage == 2 or settings.compression == "powersgd"):
             raise ConfigurationError(
                 f"strategy 'sharded' with zero={self.stage} cannot compress with {settings.compression!r}: leave "
@@ -83,7 +83,7 @@ class Zero(Strategy):
 
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         if mesh.degree(AXIS) > 1:
-            _cut(model, self._parts(mesh.degree(AXIS)), mesh.index(AXIS))
+            _cut(model, self.parts(mesh.degree(AXIS)), mesh.index(AXIS))
         return normalize_together(model, mesh)
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
@@ -99,7 +99,8 @@ class Zero(Strategy):
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         check_elementwise(optimizer, self.label)
 
-    def _parts(self, degree: int) -> list[float]:
+    def parts(self, degree: int) -> list[float]:
+        """Returns the part of the rows that each of ``degree`` owners has."""
         if self.shard_sizes is None:
             return [1 / degree] * degree
         try:

@@ -9,28 +9,30 @@ import gc
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from evener.data.batch import Batch, MicroBatch
+from evener.components.model_init import named_tensors
 from evener.distributed.loop_watch import loop_watch
+from evener.distributed.mesh import DataAxis
 from evener.distributed.session import Session
 from evener.distributed.shm.scoreboard import quickest
 from evener.errors import ConfigurationError
-from evener.hardware.async_read import Readout
 from evener.hardware.timers import stopwatch, waiting
 from evener.nn.batch_norm import BatchNorm, normalize_by_batches
-from evener.nn.context import Scope
 from evener.strategies.buffers import share_buffers
 from evener.strategies.learner import Learner
+from evener.strategies.sharded.divided_updates import UpdateOwners
 from evener.strategies.timing import WorkTimer
 from evener.training.consistency.replicas import digest, together
 from evener.training.prepare.batch_tensors import check_at_hand
+from evener.training.prepare.current_batch import CurrentBatch
+from evener.training.prepare.divided_model import DividedModel, DividedOptimizers, check_undivided
 from evener.training.prepare.gradient_mean import MeanOfRanks
+from evener.training.prepare.learner_of_loop import LearnerOfLoop
 from evener.training.prepare.model_outputs import Outputs
 from evener.training.prepare.rank_checks import (
     WAITS,
@@ -41,6 +43,7 @@ from evener.training.prepare.rank_checks import (
 )
 from evener.training.prepare.replicas import LoopReplicas
 from evener.training.prepare.rng import CommonRandom
+from evener.training.prepare.total_norm import NormOfParts
 from evener.training.step.exchange import Exchange
 
 _WIDTH = 8
@@ -56,61 +59,9 @@ CROSSED = (
 )
 
 
-@dataclass(eq=False)
-class CurrentBatch:
-    """A batch that the loop is computing with."""
-
-    batch: Batch
-    """This rank's share, and what all ranks know of the whole batch, without the samples themselves."""
-    mark: float
-    """Number that identifies the batch. It is the same on all ranks if they have the same samples."""
-    worked: Readout | None = None
-    """Seconds of this rank's own work at the end of the last backward pass with it. None before the first."""
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    is_counted: bool = False
-    """True if a mean was taken over as many terms as the rank has samples."""
-    counted: set[int] = field(default_factory=set)
-    """Integers that were counted over all ranks."""
-    dim: int = 0
-    """The dimension of the samples in tensors."""
-    is_crossed: bool = False
-    """True if the loop used another loader at once, and this rank's shares of the two batches differ in size.
-
-    Then the batch that a loss belongs to is unknown.
-    """
-    is_left: bool = False
-    """True if the loop was left at this batch."""
-    scope: AbstractContextManager[Scope | None] = field(default_factory=nullcontext)
-    """The context that layers see while the loop computes with this batch."""
-
-    @property
-    def micro(self) -> MicroBatch:
-        """This rank's share."""
-        return self.batch.micro_batches[0]
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """Number of samples of each rank."""
-        return self.batch.shares
-
-    @property
-    def samples(self) -> int:
-        """Number of samples that count on this rank."""
-        return self.micro.size
-
-    def differs(self, other: CurrentBatch) -> bool:
-        """Returns True if a loss may have taken the samples of one batch for those of the other."""
-        if self.is_counted or other.is_counted:
-            return self.samples != other.samples
-        return bool(self.samples) != bool(other.samples)
-
-
 def held_by(learner: Learner, number: int) -> list[nn.Module]:
     """Returns the learner's models as they are now."""
     return [learner.model] if number == 1 else list(learner.model.children())
-
-
-MakeLearner = Callable[[list[nn.Module], Session], Learner]
 
 
 class LoopState:
@@ -122,14 +73,21 @@ class LoopState:
     """
 
     def __init__(
-        self, session: Session, make: MakeLearner, models: list[nn.Module], random: CommonRandom
+        self, session: Session, make: LearnerOfLoop, models: list[nn.Module], random: CommonRandom
     ) -> None:
         self.session, self.random = session, random
-        self._make = make
-        learner = make(models, session)
+        self.make = make
+        self.divided: DividedModel | None = None
+        """The model, if its strategy divides it."""
+        self.owners: UpdateOwners | None = None
+        """The owners of updates, if the strategy divides these alone."""
+        self.states: DividedOptimizers | None = None
+        """The optimizers, if their state is divided."""
+        self._norm: NormOfParts | None = None
+        learner = self._set_up(models)
         models = held_by(learner, len(models))
         self._learners = [learner]
-        self._held = _layers(models)
+        self._held = self._layers(models)
         self._models = list(models)
         self._control: Exchange = quickest(session)
         self.work_timer = WorkTimer(stopwatch(session.device), learner.settings.throttle, session.rank)
@@ -168,6 +126,11 @@ class LoopState:
     @property
     def world_size(self) -> int:
         return self.session.world_size
+
+    @property
+    def data(self) -> DataAxis:
+        """Which ranks compute which part of a batch."""
+        return self.learner.data
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -253,7 +216,8 @@ class LoopState:
             self.work_timer.__exit__(None)
 
     def finish(self, batch: CurrentBatch) -> list[float]:
-        """Returns each rank's seconds of own work with the batch; NaN if it did not train with it. A collective call.
+        """Returns the seconds of own work with each part of the batch; NaN if nobody trained with it. All ranks must
+        call this together.
 
         Raises:
             ConfigurationError: If gradients of this rank's samples alone are left, the ranks have different batches, or
@@ -275,9 +239,33 @@ class LoopState:
             share_buffers(self.learner, batch.batch)
         if any(row[4] for row in rows):
             self.learner.graphs.agree(self.session.control.gather_objects)
-        return [row[1] for row in rows]
+        self.learner.synchronizer.free_gathered()
+        return self.data.slowest([row[1] for row in rows])
 
     # The models
+
+    def _set_up(self, models: list[nn.Module]) -> Learner:
+        before: dict[str, Tensor] = {}
+        if self.make.divides:
+            check_undivided(models, self.make.strategy)
+            before = named_tensors(models[0])
+        learner = self.make(models, self.session)
+        if self.owners is not None:
+            self.owners.close()
+        self.owners = self.make.owners(learner)
+        if before:
+            self.states = self.divided = DividedModel(before, learner.model, learner.mesh, self._meeting)
+            self._norm = NormOfParts(lambda: learner.names, learner.mesh)
+        elif self.owners is not None:
+            self.states = DividedOptimizers(self.owners.spec, learner.mesh, self._meeting)
+        return learner
+
+    @contextmanager
+    def _meeting(self, what: str) -> Iterator[None]:
+        """Context for what all ranks do together, but no loss of a batch."""
+        self.exchange(what)
+        with self.session.watchdog.explained(), self.session.watchdog.phase(what), waiting():
+            yield
 
     def look_for_changes(self) -> None:
         """Takes over layers that the loop has put in, with the weights of rank 0. A collective call if there are any.
@@ -285,7 +273,7 @@ class LoopState:
         Raises:
             ConfigurationError: If only some ranks have any, or they come in mid-batch with weights that differ.
         """
-        now = _layers(self._models)
+        now = self._layers(self._models)
         if len(now) == len(self._held) and all(map(operator.is_, now, self._held)):
             return
         rows = self.exchange("layers that were put in or taken out", float(self._weights_now()))
@@ -296,16 +284,24 @@ class LoopState:
             )
         self.renew(self._models)
 
+    def _layers(self, models: Sequence[nn.Module]) -> list[nn.Module | nn.Parameter]:
+        """Returns all modules and parameters of the models. Those of a divided model are whole at times."""
+        found: list[nn.Module | nn.Parameter] = []
+        for model in models:
+            found += model.modules()
+            found += model.parameters() if self.divided is None else ()
+        return found
+
     def _weights_now(self) -> int:
         """Returns a checksum of all parameters."""
         found = [digest(p) for model in self._models for p in model.parameters()]
         return int(together({str(n): number.item() for n, number in enumerate(found)}))
 
-    def add(self, models: list[nn.Module], make: MakeLearner) -> None:
+    def add(self, models: list[nn.Module], make: LearnerOfLoop) -> None:
         """Adds ``models`` to those of earlier calls that the loop still holds. A collective call."""
         self.strangers = 0  # updates before this call belong to no prepared batch
         self.exchange("evener.prepare")
-        self._make = make
+        self.make = make
         self.renew([*self._still_held(), *models])
 
     def _still_held(self) -> list[nn.Module]:
@@ -329,10 +325,15 @@ class LoopState:
 
     def renew(self, models: list[nn.Module]) -> None:
         """Sets up these models. A collective call. What was set up for a current batch is kept until the end."""
+        if self.divided is not None:
+            raise ConfigurationError(
+                f"strategy {self.learner.name!r} has divided the model, and a later layer or model cannot be divided "
+                "with it: put all layers in before evener.prepare, give it all models in one module, or use 'ddp'"
+            )
         with self.random.kept():
-            self._learners.append(self._make(models, self.session))
+            self._learners.append(self._set_up(models))
         self._models = held_by(self.learner, len(models))
-        self._held = _layers(self._models)
+        self._held = self._layers(self._models)
         self.mean.renew(self.learner, self._models)
         self._watch_outputs()
 
@@ -387,14 +388,11 @@ class LoopState:
             for batch in list(self._current):
                 self.leave(batch)
             self.mean.close()
+            if self.states is not None:
+                self.states.close()
+            if self._norm is not None:
+                self._norm.close()
+            if self.owners is not None:
+                self.owners.close()
             for learner in reversed(self._learners):
                 learner.close()
-
-
-def _layers(models: Sequence[nn.Module]) -> list[nn.Module | nn.Parameter]:
-    """Returns all modules and parameters of the models."""
-    found: list[nn.Module | nn.Parameter] = []
-    for model in models:
-        found += model.modules()
-        found += model.parameters()
-    return found

@@ -16,6 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from evener.components.sharded_tensor.local import is_divided
 from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.errors import ConfigurationError
+from evener.hardware.timers import waiting
+from evener.strategies.sharded.divided_updates import check_closure
 from evener.training.consistency.replicas import digest, together
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.rank_checks import folded
@@ -39,10 +41,16 @@ class WatchedOptimizers:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Checks an optimizer, prepared or not, before it steps."""
         closure = next((one for one in (*args[1:], kwargs.get("closure")) if one is not None), None)
-        if self._place.is_over or closure is not None:
+        if self._place.is_over:
+            return
+        if closure is not None:
+            if self._place.owners is not None:
+                check_closure(closure)
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         own = [p for p in parameters if self._place.mean.owns(p)]
+        if self._place.divided is not None:
+            self._place.divided.check_current(parameters)
         if own and self._place.is_in_pass:
             raise ConfigurationError(
                 "an optimizer stepped in the middle of a backward pass, before gradients were summed over the ranks: "
@@ -56,8 +64,15 @@ class WatchedOptimizers:
             gradients = _gradients([p for p in strangers if not is_divided(p) and shard_spec(p) is None])
             rates = _rates(optimizer) if own and not self._place.session.mixed else 0
             self._place.strangers = folded(self._place.strangers, gradients, rates)
+        if own and self._place.states is not None:
+            self._place.states.watch(optimizer)
+        if own and self._place.owners is not None:
+            self._place.owners.begin(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._place.owners is not None and not self._place.is_over:
+            with self._place.session.watchdog.explained(), waiting():
+                self._place.owners.end(optimizer)
         if not self._place.is_over and any(
             self._place.mean.owns(p) for group in optimizer.param_groups for p in group["params"]
         ):

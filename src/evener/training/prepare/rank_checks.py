@@ -15,6 +15,8 @@ WAITS = (
         "layers that were put in or taken out",
         "evener.prepare",
         "seeding anew",
+        "optimizer.step()",
+        "state_dict()",
     ),
 )
 """The reasons for which the ranks exchange values."""

@@ -1,0 +1,101 @@
+"""The norm of the gradients of a divided model: that of the whole gradients, in ``clip_grad_norm_`` of a loop.
+
+A rank has parts of some gradients. Their norms are combined over the ranks that hold the others; whole gradients count
+once. All ranks must clip together.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evener.components.sharded_tensor.local import local, off_host
+from evener.components.sharded_tensor.shard_spec import shard_spec
+from evener.distributed.mesh import Mesh
+from evener.hardware.timers import waiting
+from evener.torch_internals.clip_grad import TotalNorm, replace_total_norm
+
+Axes = tuple[str, ...]
+
+
+class NormOfParts:
+    """Replaces the norm of gradients in ``clip_grad_norm_`` until it is closed.
+
+    Args:
+        parameters: Returns the parameters of the divided model.
+    """
+
+    def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], mesh: Mesh) -> None:
+        self._parameters, self._mesh = parameters, mesh
+        self.close = replace_total_norm(self._replacing)
+
+    def _replacing(self, plain: TotalNorm) -> TotalNorm:
+        @functools.wraps(plain)
+        @torch.no_grad()
+        def total_norm(
+            tensors: Any,
+            norm_type: float = 2.0,
+            error_if_nonfinite: bool = False,
+            foreach: bool | None = None,
+        ) -> Any:
+            found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            axes = self._axes_of(found)
+            if not axes:
+                return plain(found, norm_type, error_if_nonfinite, foreach)
+            norm = self._norm(
+                found, axes, float(norm_type), lambda part: plain(part, norm_type, False, foreach)
+            )
+            if error_if_nonfinite and not math.isfinite(norm):
+                raise RuntimeError(
+                    f"The total norm of order {norm_type} of the gradients is not finite, so that they cannot be "
+                    "clipped; error_if_nonfinite=False scales them nevertheless"
+                )
+            return norm
+
+        return total_norm
+
+    def _axes_of(self, found: list[Tensor]) -> Mapping[int, Axes]:
+        """Returns the mesh axes over which each gradient is divided, by its place in ``found``."""
+        places = {id(gradient): place for place, gradient in enumerate(found)}
+        axes: dict[int, Axes] = {}
+        for parameter in self._parameters():
+            spec = shard_spec(parameter)
+            place = places.get(id(parameter.grad))
+            if spec is not None and place is not None:
+                axes[place] = tuple(sorted(spec.axes))
+        return axes
+
+    def _norm(
+        self,
+        found: list[Tensor],
+        axes: Mapping[int, Axes],
+        order: float,
+        plain: Callable[[list[Tensor]], Tensor],
+    ) -> Tensor:
+        groups: dict[Axes, list[Tensor]] = {}
+        for place, gradient in enumerate(found):
+            groups.setdefault(axes.get(place, ()), []).append(local(gradient))
+        device = next(iter(groups.values()))[0].device
+        norms = [
+            self._over(axes, plain(group).double(), order).to(device)
+            for axes, group in sorted(groups.items())
+        ]
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
+        return total.to(local(found[0]).dtype)
+
+    def _over(self, axes: Axes, norm: Tensor, order: float) -> Tensor:
+        """Returns the norm of the parts of all ranks of ``axes``, given that of this rank's."""
+        group = self._mesh.group(*axes) if axes else None
+        if group is None:
+            return norm
+        powers = norm if math.isinf(order) else norm.pow(order)
+        total = off_host(powers.reshape(1).clone(), self._mesh)
+        with waiting():
+            dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=group)
+        return total[0] if math.isinf(order) else total[0].pow(1 / order)
