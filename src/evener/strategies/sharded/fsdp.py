@@ -56,6 +56,7 @@ from evener.strategies.sharded.fsdp_checks import (
     without_views,
 )
 from evener.strategies.sharded.ownership import chunks
+from evener.strategies.sharded.sharded_reads import reads_explained
 from evener.strategies.sharded.units import fills_unused, nbytes_of_units, units_of
 from evener.strategies.sharded.write_check import refuse_writes
 from evener.strategies.single import NoSync
