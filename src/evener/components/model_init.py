@@ -81,12 +81,16 @@ def _stray_tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from (tensor for tensor in named_tensors(model).values() if not tensor.is_meta)
 
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters and buffers as the model holds them, under each of their names."""
+def named_tensors(model: nn.Module, clean: bool = True) -> dict[str, Tensor]:
+    """Returns the parameters and buffers as the model holds them, under each of their names.
+
+    Args:
+        clean: False for the names in the model's state, which may have prefixes of wrappers.
+    """
     found = dict(model.named_parameters(remove_duplicate=False)) | dict(
         model.named_buffers(remove_duplicate=False)
     )
-    return {clean_name(name): tensor for name, tensor in found.items()}
+    return {clean_name(name) if clean else name: tensor for name, tensor in found.items()}
 
 
 def settle_on(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:

@@ -126,7 +126,14 @@ def move(leaf: Any, device: torch.device | str, non_blocking: bool = False) -> A
     """Moves ``leaf`` to ``device`` if it is a tensor or has a method ``to(device)``; else returns it unchanged."""
     if isinstance(leaf, Tensor):
         return leaf.to(device, non_blocking=non_blocking)
-    return leaf.to(device) if hasattr(leaf, "to") else leaf
+    return leaf.to(device) if _has_to(leaf) else leaf
+
+
+def _has_to(leaf: Any) -> bool:
+    try:
+        return hasattr(leaf, "to")
+    except KeyError:  # a dict whose attributes are its entries
+        return False
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -134,7 +141,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
     A tensor or an object with a method ``to`` is a leaf, even if it is one of these containers.
     """
-    if isinstance(tree, Tensor) or hasattr(tree, "to"):
+    if isinstance(tree, Tensor) or _has_to(tree):
         return function(tree)
     if isinstance(tree, Mapping):
         return _like_mapping(tree, {key: map_leaves(function, value) for key, value in tree.items()})

@@ -48,7 +48,7 @@ T = TypeVar("T", bound=Tensor)
 
 AXIS = "tensor"
 """The mesh axis over which features are divided."""
-_NOT_ELEMENTWISE = ("Adafactor", "Muon")
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
 """PyTorch optimizers that need whole weight matrices, which no rank holds here."""
 
 

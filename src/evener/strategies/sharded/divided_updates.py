@@ -61,18 +61,20 @@ class UpdateOwners:
 
     Args:
         parts: The part that each rank of the axis owns.
+        earlier: The owners of parameters that are divided already, and stay with them.
     """
 
-    def __init__(self, learner: Learner, parts: Sequence[float]) -> None:
+    def __init__(self, learner: Learner, parts: Sequence[float], earlier: UpdateOwners | None = None) -> None:
         group = learner.mesh.new_group(AXIS)
         assert group is not None
         self._owners = make_owners(None, group, learner.session.timeout_seconds)
         self._index, self._nbytes = learner.mesh.index(AXIS), learner.settings.bucket_nbytes
         sparse = gradients.sparse_weights(learner.model)
         trained = [p for p in learner.model.parameters() if p.ndim and p.numel() and p not in sparse]
-        self._specs = {
-            parameter: ShardSpec(AXIS, dim, rows, self._index)
-            for parameter, (dim, rows) in rows_of_owners(trained, parts).items()
+        known: Mapping[Tensor, ShardSpec] = {} if earlier is None else earlier._specs
+        new = rows_of_owners([p for p in trained if p not in known], parts)
+        self._specs: dict[Tensor, ShardSpec] = {p: known[p] for p in trained if p in known} | {
+            parameter: ShardSpec(AXIS, dim, rows, self._index) for parameter, (dim, rows) in new.items()
         }
         self._pieces: dict[Tensor, nn.Parameter] = {}
         """The rows that an optimizer has at the moment."""

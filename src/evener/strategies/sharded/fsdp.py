@@ -20,6 +20,7 @@ weights record which parameters were used. A parameter that no rank used ends wi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,6 +29,7 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -116,7 +118,7 @@ class Fsdp(Strategy):
                 model.to(settings.weight_type)
         check_types(model)
         before = {name: shard_spec(p) for name, p in model.named_parameters(remove_duplicate=False)}
-        self._shard(model, DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(AXIS,)))
+        self._shard(model, _device_mesh(group, mesh.device_type))
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if is_divided(parameter):
                 pieces = chunks(len(parameter), group.size())
@@ -178,6 +180,15 @@ def _to_host(model: nn.Module, device: torch.device) -> None:
         for parameter in own_parameters(module).values():
             if parameter is not None and not is_divided(parameter):
                 parameter.data = parameter.data.to(device)
+
+
+_MESHES = itertools.count()
+
+
+def _device_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """Returns a mesh with a name of its own. DTensor caches results by mesh, and would take one of a group that is gone
+    for another of the same ranks and name."""
+    return DeviceMesh.from_group(group, device_type, mesh_dim_names=(f"{AXIS} {next(_MESHES)}",))
 
 
 Place = tuple[dict[str, Any], str, str]
@@ -276,8 +287,8 @@ class FsdpSum(PostBackwardSum):
 
     def _refuse_before_model(self, name: str, *_: Any) -> None:
         raise TaskError(
-            f"{name} is called outside of the model's own forward, in which its sharded weights are gathered: let "
-            "Task.forward call the model, and have its forward do all that needs weights"
+            f"{name} is called outside of the model's own forward, in which its sharded weights are gathered: call the "
+            "model itself, in Task.forward or in the loop, and have its forward do all that needs weights"
         )
 
     def _note_uses(self, unit: str, places: Sequence[Place], *_: Any) -> None:
@@ -319,6 +330,7 @@ class FsdpSum(PostBackwardSum):
             self._learner.work_timer.work_done()
 
     def free_gathered(self) -> None:
+        self._forwards = 0
         for unit in self._units.values():
             unit.reshard()
 
@@ -373,7 +385,6 @@ class FsdpSum(PostBackwardSum):
         """Sums the gradients of whole parameters. Backward has already summed those of sharded parameters."""
         self.check_known(parameters)
         self.free_gathered()
-        self._forwards = 0
         names = {self._learner.names[p]: p for p in parameters if p.requires_grad}
         whole = {name: p for name, p in names.items() if not is_apart(p)}
         sound = all(math.isfinite(number.value()) for number in self.soundness())

@@ -109,22 +109,15 @@ class Sharded(Strategy):
         return self._depth.synchronizer(learner)
 
     def for_own_loop(self) -> Strategy:
-        """A loop sees gradients between backward and update, so that these are FSDP2's DTensors from stage 2 on. Stage
-        2 differs from 3 in that weights stay whole from forward to backward."""
-        if self.zero == 3:
-            return self
-        if self.in_common:
+        """A loop sees gradients between backward and update. So stage 1 has them whole, and stage 2 is stage 3, whose
+        gradients and weights are FSDP2's DTensors."""
+        if self.in_common or not self.reshard or (self.zero == 2 and self.shard_sizes is not None):
+            name = "in_common" if self.in_common else "reshard" if not self.reshard else "shard_sizes"
             raise ConfigurationError(
-                "in_common goes with evener.Engine and evener.fit, not with a loop of your own: leave it out"
+                f"{name} goes with evener.Engine and evener.fit: in a loop of your own a model with zero=2 or 3 has "
+                "equal parts of its weights at all times, and one with zero=1 whole ones: leave it out"
             )
-        if self.zero == 1:
-            return DividedUpdates(self._parts_of_owners)
-        if self.shard_sizes is not None:
-            raise ConfigurationError(
-                f"shard_sizes={self.shard_sizes} with zero=2 goes with evener.Engine and evener.fit; in a loop of your "
-                "own gradients are those of PyTorch's FSDP2, in equal parts: say zero=1, or leave it out"
-            )
-        return replace(self, zero=3, reshard=False)
+        return DividedUpdates(self._parts_of_owners) if self.zero == 1 else replace(self, zero=3)
 
     def _parts_of_owners(self, degree: int) -> list[float]:
         assert isinstance(self._depth, Zero)

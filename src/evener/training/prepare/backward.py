@@ -15,7 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from evener.components.sharded_tensor.local import is_divided
 from evener.errors import ConfigurationError
+from evener.training.prepare.delayed_hooks import OF_WEIGHTS
 from evener.training.prepare.loop_state import LoopState
 
 _ROUNDINGS = 8
@@ -181,6 +183,8 @@ class Passes:
     ) -> None:
         """Runs a backward pass, and sums the gradients over the ranks unless that is delayed."""
         self._place.look_for_changes()
+        if any(map(is_divided, roots)):
+            raise ConfigurationError(OF_WEIGHTS)
         others = {leaf: leaf.grad for leaf in leaves if not self._mean.owns(leaf)}
         for leaf in others:
             leaf.grad = None
@@ -207,6 +211,11 @@ class Passes:
         Raises:
             ConfigurationError: For other tensors, whose gradients cannot be summed, or a graph of gradients.
         """
+        if any(map(self._mean.is_summed_in_backward, inputs)):
+            raise ConfigurationError(
+                "torch.autograd.grad was asked for the gradient of a weight that is divided over the ranks, which only "
+                "backward() sums: call that and read .grad, or use strategy 'ddp'"
+            )
         strange = next((each for each in inputs if not self._is_known(each)), None)
         if create_graph or strange is not None:
             what = (

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from evener.errors import ConfigurationError
 from evener.torch_internals.autograd import Hooks, give_hooks, hooks_of
+
+OF_WEIGHTS = (
+    "backward began with a number that was computed from divided weights, of which only the sum over samples is known "
+    "to be right: let the optimizer decay weights (weight_decay), or use strategy 'ddp', whose weights are whole"
+)
+
+
+def refuse_gradient(_: Tensor) -> None:
+    """A hook of a DTensor, whose gradient PyTorch's FSDP2 brings, and autograd must not.
+
+    Raises:
+        ConfigurationError: Always.
+    """
+    raise ConfigurationError(OF_WEIGHTS)
 
 
 class DelayedHooks:
@@ -40,9 +55,12 @@ class DelayedHooks:
             if hooks is None:
                 continue
             if parameter in divided:
+                found = chain.from_iterable((each or {}).values() for each in hooks)
+                if all(hook is refuse_gradient for hook in found):
+                    continue
                 raise ConfigurationError(
-                    f"{self._name_of(parameter)} is divided over the ranks, and has a hook on its gradient, which "
-                    "would never be called: change gradients after backward, or use strategy 'ddp'"
+                    f"{self._name_of(parameter)} has a hook on its gradient, of which each rank has a part: change "
+                    "gradients after backward, or use strategy 'ddp'"
                 )
             if is_delayed:
                 raise ConfigurationError(

@@ -15,7 +15,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,22 @@ from evener.components.sharded_tensor.local import as_held, local
 from evener.components.sharded_tensor.shard_spec import ShardSpec, shard_spec
 from evener.distributed.mesh import Mesh
 from evener.errors import ConfigurationError
+from evener.nn.fqn import clean_name
 
 Meeting = Callable[[str], AbstractContextManager[Any]]
 """Makes sure that all ranks call something together. Takes what it is."""
 
 
 Spec = Callable[[Tensor], ShardSpec | None]
+
+
+class Part(NamedTuple):
+    """What a rank holds of a tensor."""
+
+    spec: ShardSpec
+    shape: tuple[int, ...]
+    like: Tensor
+    """A tensor that is a DTensor if the part is to be one."""
 
 
 def check_undivided(models: Sequence[nn.Module], strategy: str) -> None:
@@ -83,7 +94,10 @@ class DividedOptimizers:
         owners = _owners(optimizer)
         with self._meet("state_dict()"):
             state = {
-                number: {key: self._gathered(value, owners[number]) for key, value in entries.items()}
+                number: {
+                    key: self._gathered(value, self._part_of(owners[number]))
+                    for key, value in entries.items()
+                }
                 if number in owners
                 else entries
                 for number, entries in found["state"].items()
@@ -99,24 +113,31 @@ class DividedOptimizers:
         }
         return {**found, "state": state}
 
-    def _gathered(self, value: Any, owner: Tensor) -> Any:
-        """Returns ``value``, a part of something as large as the whole of ``owner``, as a whole tensor."""
+    def _gathered(self, value: Any, part: Part | None) -> Any:
+        """Returns ``value``, if it is like ``part``, as a whole tensor. A collective call."""
+        alike = part is not None and isinstance(value, Tensor) and _shape(value) == part.shape
+        return part.spec.gather(value, self._mesh) if part is not None and alike else value
+
+    def _part_of(self, owner: Tensor) -> Part | None:
+        """Returns what this rank holds of something as large as the whole of ``owner``; None if all of it."""
         spec = self._spec(owner)
-        alike = isinstance(value, Tensor) and spec and _shape(value) == _held_shape(owner, spec)
-        return spec.gather(value, self._mesh) if spec and alike else value
+        if spec is None:
+            return None
+        shape = _shape(owner)
+        return Part(spec, (*shape[: spec.dim], spec.length, *shape[spec.dim + 1 :]), owner)
 
     def _cut_all(self, entries: Mapping[str, Any], owner: Tensor) -> dict[str, Any]:
         return {
-            key: self._cut(value, owner) if isinstance(value, Tensor) else value
+            key: _cut(value, self._part_of(owner)) if isinstance(value, Tensor) else value
             for key, value in entries.items()
         }
 
-    def _cut(self, value: Tensor, owner: Tensor) -> Tensor:
-        """Returns this rank's part of ``value`` if that is as large as the whole of ``owner``."""
-        spec = self._spec(owner)
-        if spec is None or tuple(value.shape) != spec.whole_shape(_held_shape(owner, spec)):
-            return value
-        return as_held(spec.part(value.detach()), owner)
+
+def _cut(value: Tensor, part: Part | None) -> Tensor:
+    """Returns this rank's part of ``value`` if that is a whole of such parts."""
+    if part is None or tuple(value.shape) != part.spec.whole_shape(part.shape):
+        return value
+    return as_held(part.spec.part(value.detach()), part.like)
 
 
 class DividedModel(DividedOptimizers):
@@ -135,6 +156,10 @@ class DividedModel(DividedOptimizers):
             whole = before.get(name)
             if isinstance(part, nn.Parameter) and whole is not None and whole is not part:
                 self._parts[whole] = part
+        found = named_tensors(model, clean=False)
+        parts = {name: self._part_of(each) for name, each in found.items()}
+        self._by_name = {name: part for name, part in parts.items() if part is not None}
+        self._guard(model)
         self._handles += [
             model.register_state_dict_post_hook(_SavedModel(self)),  # type: ignore[no-untyped-call]
             model.register_load_state_dict_pre_hook(_LoadedModel(self)),  # type: ignore[no-untyped-call]
@@ -159,29 +184,45 @@ class DividedModel(DividedOptimizers):
                 "in their places: give the optimizer to evener.prepare, too, or make it afterwards"
             )
 
-    def gather_model(self, model: nn.Module, found: dict[str, Any], prefix: str) -> None:
-        """Replaces parts in ``found``, the model's state, by whole tensors. A collective call."""
-        held = _named(model)
+    def gather_model(self, found: dict[str, Any], prefix: str) -> None:
+        """Replaces parts in ``found``, the state of the model or a copy, by whole tensors. A collective call."""
         with self._meet("state_dict()"):
             for key, value in found.items():
-                owner = held.get(key.removeprefix(prefix))
-                if owner is not None:
-                    found[key] = self._gathered(value, owner)
+                found[key] = self._gathered(value, self._by_name.get(key.removeprefix(prefix)))
 
-    def cut_model(self, model: nn.Module, found: dict[str, Any], prefix: str) -> None:
+    def cut_model(self, found: dict[str, Any], prefix: str) -> None:
         """Replaces whole tensors in ``found`` by this rank's parts."""
-        held = _named(model)
         for key in [key for key in found if key.startswith(prefix)]:
-            owner = held.get(key.removeprefix(prefix))
-            if owner is not None and isinstance(found[key], Tensor):
-                found[key] = self._cut(found[key], owner)
+            if isinstance(found[key], Tensor):
+                found[key] = _cut(found[key], self._by_name.get(key.removeprefix(prefix)))
 
+    def _guard(self, model: nn.Module) -> None:
+        """Refuses calls of layers by the loop itself: what they give is this rank's part."""
+        inside = [0]
 
-def _named(model: nn.Module) -> Mapping[str, Tensor]:
-    """Returns the parameters and buffers by the names that they have in the model's state."""
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
+        def enter(*_: Any) -> None:
+            inside[0] += 1
+
+        def leave(*_: Any) -> None:
+            inside[0] -= 1
+
+        def check(name: str, *_: Any) -> None:
+            if not inside[0]:
+                raise ConfigurationError(
+                    f"{name} was called by the loop itself, and is divided over the ranks: call the model, and have "
+                    "its forward do all that needs weights, or use strategy 'ddp'"
+                )
+
+        self._handles += [
+            model.register_forward_pre_hook(enter, prepend=True),
+            model.register_forward_hook(leave, always_call=True),
+        ]
+        for name, module in model.named_modules():
+            own = dict(module.named_parameters(recurse=False))
+            if name and any((name + "." + key) in self._by_name for key in own):
+                self._handles.append(
+                    module.register_forward_pre_hook(partial(check, clean_name(name)), prepend=True)
+                )
 
 
 def _owners(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
@@ -193,36 +234,36 @@ def _shape(value: Tensor) -> tuple[int, ...]:
     return tuple(local(value.detach()).shape)
 
 
-def _held_shape(owner: Tensor, spec: ShardSpec) -> tuple[int, ...]:
-    """Returns the shape of this rank's shard of something as large as the whole of ``owner``."""
-    shape = _shape(owner)
-    return (*shape[: spec.dim], spec.length, *shape[spec.dim + 1 :])
-
-
 class _StateHook:
-    """A hook on a state. Does nothing in a copy of what it belongs to, or in one loaded from a file."""
+    """A hook on a state. Serves copies of what it belongs to, too, as long as the model is prepared."""
 
-    def __init__(self, divided: DividedOptimizers | None = None) -> None:
-        self._divided = None if divided is None else weakref.ref(divided)
+    def __init__(self, divided: Any) -> None:
+        self._divided = weakref.ref(divided)
 
     @property
     def divided(self) -> Any:
-        return None if self._divided is None else self._divided()
+        return self._divided()
+
+    def __deepcopy__(self, _: Any) -> Self:
+        return self
 
     def __reduce__(self) -> Any:
-        return type(self), ()
+        raise ConfigurationError(
+            "a divided model or its optimizer cannot be pickled, since this rank has parts of it: save its "
+            "state_dict(), which is whole, or use evener.save"
+        )
 
 
 class _SavedModel(_StateHook):
     def __call__(self, model: nn.Module, found: dict[str, Any], prefix: str, _: Any) -> None:
         if self.divided is not None:
-            self.divided.gather_model(model, found, prefix)
+            self.divided.gather_model(found, prefix)
 
 
 class _LoadedModel(_StateHook):
     def __call__(self, model: nn.Module, found: dict[str, Any], prefix: str, *_: Any) -> None:
         if self.divided is not None:
-            self.divided.cut_model(model, found, prefix)
+            self.divided.cut_model(found, prefix)
 
 
 class _SavedOptimizer(_StateHook):

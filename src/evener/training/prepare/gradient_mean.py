@@ -22,16 +22,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from evener.collectives.base import AllReduce
 from evener.components import gradients
+from evener.components.sharded_tensor.local import is_divided
 from evener.distributed.mesh import DIVIDING_TERMS
 from evener.errors import ConfigurationError, DivergenceError
 from evener.strategies.learner import Learner
 from evener.strategies.reducer import all_reduce_of, sum_in_buckets, sum_together
 from evener.torch_internals.autograd import version
 from evener.training.consistency.replicas import digest, together
-from evener.training.prepare.delayed_hooks import DelayedHooks
+from evener.training.prepare.delayed_hooks import DelayedHooks, refuse_gradient
 from evener.training.prepare.rank_checks import UNLIKE, WAY_OUT, check_factors, check_roots, check_trained
 
 Exchange = Callable[..., list[list[float]]]
@@ -59,6 +61,7 @@ class MeanOfRanks:
         self._lacking: set[nn.Parameter] = set()
         """Parameters summed in backward whose gradient is zero because no pass on this rank has reached them."""
         self._hooks = DelayedHooks(self._name)
+        self._watched: list[RemovableHandle] = []
         self._root, self._tolerance = 0.0, 0.0
         self.incoming = 0.0
         """Sum of the gradients that passes brought to prepared losses."""
@@ -70,14 +73,17 @@ class MeanOfRanks:
             raise ConfigurationError(
                 f"{len(models)} models: put them into one module, or {_MOST_MODELS} at most"
             )
+        self.close()
         self._learner = learner
         self._models = [list(model.parameters()) for model in models]
         self._own = set(chain.from_iterable(self._models))
         self._in_backward = {p for p in self._own if learner.synchronizer.sums_in_backward(p)}
         """Parameters whose gradients backward sums itself, each rank's part of them."""
+        for parameter in self._in_backward:
+            if is_divided(parameter) and parameter.requires_grad:
+                self._watched.append(parameter.register_hook(refuse_gradient))  # type: ignore[no-untyped-call]
         group = learner.mesh.group(*DIVIDING_TERMS)
         self._ranks = 1 if group is None else group.size()
-        self.close()
         if group is not None:
             self._all_reduce = all_reduce_of(learner, group)
         self._sparse = gradients.sparse_weights(learner.model)
@@ -98,6 +104,10 @@ class MeanOfRanks:
     def owns(self, tensor: Tensor) -> bool:
         """Returns True for a parameter of the models."""
         return tensor in self._own
+
+    def is_summed_in_backward(self, tensor: Any) -> bool:
+        """Returns True for a parameter of which each rank has a part, whose gradient backward sums."""
+        return isinstance(tensor, Tensor) and tensor in self._in_backward
 
     @contextmanager
     def delayed(self) -> Iterator[None]:
@@ -347,7 +357,9 @@ class MeanOfRanks:
             )
 
     def close(self) -> None:
-        """Releases the all-reduce."""
+        """Releases the all-reduce, and removes hooks."""
+        while self._watched:
+            self._watched.pop().remove()
         all_reduce, self._all_reduce = self._all_reduce, None
         if all_reduce is not None:
             all_reduce.close()

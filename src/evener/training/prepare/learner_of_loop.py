@@ -41,11 +41,15 @@ class LearnerOfLoop:
         """Raises ConfigurationError for an optimizer that the strategy cannot divide."""
         self._strategy.check_optimizer(optimizer)
 
-    def owners(self, learner: Learner) -> UpdateOwners | None:
-        """Returns the owners of updates, if the strategy divides these alone. A collective call."""
+    def owners(self, learner: Learner, earlier: UpdateOwners | None) -> UpdateOwners | None:
+        """Returns the owners of updates, if the strategy divides these alone. A collective call.
+
+        Args:
+            earlier: Those of a model of which something is still there: they keep their rows.
+        """
         parts = [each for each in parts_of(self._strategy) if isinstance(each, DividedUpdates)]
         degree = learner.mesh.degree(DividedUpdates.axis)
-        return UpdateOwners(learner, parts[0].parts(degree)) if parts and degree > 1 else None
+        return UpdateOwners(learner, parts[0].parts(degree), earlier) if parts and degree > 1 else None
 
     def __call__(self, models: Sequence[nn.Module], session: Session) -> Learner:
         whole = models[0] if len(models) == 1 else nn.ModuleList(models)

@@ -210,6 +210,7 @@ class LoopState:
         batch.is_crossed = any(batch.differs(other) for other in later)
         self._current.remove(batch)
         batch.scope.__exit__(None, None, None)
+        self.learner.synchronizer.free_gathered()
         self.outputs.clear()
         if self._measured is batch:
             self._measured = None
@@ -239,7 +240,6 @@ class LoopState:
             share_buffers(self.learner, batch.batch)
         if any(row[4] for row in rows):
             self.learner.graphs.agree(self.session.control.gather_objects)
-        self.learner.synchronizer.free_gathered()
         return self.data.slowest([row[1] for row in rows])
 
     # The models
@@ -250,9 +250,10 @@ class LoopState:
             check_undivided(models, self.make.strategy)
             before = named_tensors(models[0])
         learner = self.make(models, self.session)
-        if self.owners is not None:
-            self.owners.close()
-        self.owners = self.make.owners(learner)
+        earlier = self.owners
+        self.owners = self.make.owners(learner, earlier)
+        if earlier is not None:
+            earlier.close()
         if before:
             self.states = self.divided = DividedModel(before, learner.model, learner.mesh, self._meeting)
             self._norm = NormOfParts(lambda: learner.names, learner.mesh)
@@ -276,6 +277,7 @@ class LoopState:
         now = self._layers(self._models)
         if len(now) == len(self._held) and all(map(operator.is_, now, self._held)):
             return
+        self._check_may_change()
         rows = self.exchange("layers that were put in or taken out", float(self._weights_now()))
         if self._current and len({row[0] for row in rows}) > 1:
             raise ConfigurationError(
@@ -292,6 +294,13 @@ class LoopState:
             found += model.parameters() if self.divided is None else ()
         return found
 
+    def _check_may_change(self) -> None:
+        if self.divided is not None:
+            raise ConfigurationError(
+                f"strategy {self.make.strategy!r} has divided the model, and a later layer or model cannot be divided "
+                "with it: put all layers in before evener.prepare, give it all models in one module, or use 'ddp'"
+            )
+
     def _weights_now(self) -> int:
         """Returns a checksum of all parameters."""
         found = [digest(p) for model in self._models for p in model.parameters()]
@@ -299,6 +308,7 @@ class LoopState:
 
     def add(self, models: list[nn.Module], make: LearnerOfLoop) -> None:
         """Adds ``models`` to those of earlier calls that the loop still holds. A collective call."""
+        self._check_may_change()
         self.strangers = 0  # updates before this call belong to no prepared batch
         self.exchange("evener.prepare")
         self.make = make
@@ -325,11 +335,6 @@ class LoopState:
 
     def renew(self, models: list[nn.Module]) -> None:
         """Sets up these models. A collective call. What was set up for a current batch is kept until the end."""
-        if self.divided is not None:
-            raise ConfigurationError(
-                f"strategy {self.learner.name!r} has divided the model, and a later layer or model cannot be divided "
-                "with it: put all layers in before evener.prepare, give it all models in one module, or use 'ddp'"
-            )
         with self.random.kept():
             self._learners.append(self._set_up(models))
         self._models = held_by(self.learner, len(models))

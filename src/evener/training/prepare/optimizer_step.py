@@ -64,6 +64,7 @@ class WatchedOptimizers:
             gradients = _gradients([p for p in strangers if not is_divided(p) and shard_spec(p) is None])
             rates = _rates(optimizer) if own and not self._place.session.mixed else 0
             self._place.strangers = folded(self._place.strangers, gradients, rates)
+        self._place.learner.synchronizer.free_gathered()
         if own and self._place.states is not None:
             self._place.states.watch(optimizer)
         if own and self._place.owners is not None:
