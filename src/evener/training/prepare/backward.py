@@ -171,7 +171,7 @@ class Passes:
 
     def concerns(self, roots: Sequence[Any], only_losses: bool) -> list[Tensor] | None:
         """Implements :meth:`Taker.concerns`."""
-        if self._place.is_over or self._place.is_in_pass or self._mean.ranks == 1:
+        if self._place.is_over or self._place.is_in_pass or self._place.world_size == 1:
             return None
         has_loss, leaves = ends_of(roots, lambda node: getattr(node, "place", None) is self._place)
         if has_loss or (not only_losses and any(map(self._mean.owns, leaves))):
@@ -240,7 +240,7 @@ class Passes:
             ConfigurationError: If those are not the same on all ranks.
         """
         place = self._place
-        if place.is_over or place.is_in_pass or self._mean.ranks == 1 or not place.rows:
+        if place.is_over or place.is_in_pass or place.world_size == 1 or not place.rows:
             return
         self._mean.check_alike(
             [

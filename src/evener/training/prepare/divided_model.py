@@ -116,7 +116,10 @@ class DividedOptimizers:
     def _gathered(self, value: Any, part: Part | None) -> Any:
         """Returns ``value``, if it is like ``part``, as a whole tensor. A collective call."""
         alike = part is not None and isinstance(value, Tensor) and _shape(value) == part.shape
-        return part.spec.gather(value, self._mesh) if part is not None and alike else value
+        if part is None or not alike:
+            return value
+        whole = part.spec.gather(value, self._mesh)
+        return whole.cpu()  # a device need not have room for the whole model
 
     def _part_of(self, owner: Tensor) -> Part | None:
         """Returns what this rank holds of something as large as the whole of ``owner``; None if all of it."""
@@ -146,9 +149,17 @@ class DividedModel(DividedOptimizers):
     Args:
         before: The parameters and buffers of the model before it was divided, by name.
         model: The divided model.
+        is_in_pass: Returns True during a backward pass, which may recompute layers.
     """
 
-    def __init__(self, before: Mapping[str, Tensor], model: nn.Module, mesh: Mesh, meet: Meeting) -> None:
+    def __init__(
+        self,
+        before: Mapping[str, Tensor],
+        model: nn.Module,
+        mesh: Mesh,
+        meet: Meeting,
+        is_in_pass: Callable[[], bool],
+    ) -> None:
         super().__init__(shard_spec, mesh, meet)
         self._parts: MutableMapping[Tensor, nn.Parameter] = WeakIdKeyDictionary()
         """The part of each parameter that was replaced, as long as anybody holds that."""
@@ -159,7 +170,7 @@ class DividedModel(DividedOptimizers):
         found = named_tensors(model, clean=False)
         parts = {name: self._part_of(each) for name, each in found.items()}
         self._by_name = {name: part for name, part in parts.items() if part is not None}
-        self._guard(model)
+        self._guard(model, _Calls(is_in_pass))
         self._handles += [
             model.register_state_dict_post_hook(_SavedModel(self)),  # type: ignore[no-untyped-call]
             model.register_load_state_dict_pre_hook(_LoadedModel(self)),  # type: ignore[no-untyped-call]
@@ -196,32 +207,17 @@ class DividedModel(DividedOptimizers):
             if isinstance(found[key], Tensor):
                 found[key] = _cut(found[key], self._by_name.get(key.removeprefix(prefix)))
 
-    def _guard(self, model: nn.Module) -> None:
+    def _guard(self, model: nn.Module, calls: _Calls) -> None:
         """Refuses calls of layers by the loop itself: what they give is this rank's part."""
-        inside = [0]
-
-        def enter(*_: Any) -> None:
-            inside[0] += 1
-
-        def leave(*_: Any) -> None:
-            inside[0] -= 1
-
-        def check(name: str, *_: Any) -> None:
-            if not inside[0]:
-                raise ConfigurationError(
-                    f"{name} was called by the loop itself, and is divided over the ranks: call the model, and have "
-                    "its forward do all that needs weights, or use strategy 'ddp'"
-                )
-
         self._handles += [
-            model.register_forward_pre_hook(enter, prepend=True),
-            model.register_forward_hook(leave, always_call=True),
+            model.register_forward_pre_hook(calls.enter, prepend=True),
+            model.register_forward_hook(calls.leave, always_call=True),
         ]
         for name, module in model.named_modules():
             own = dict(module.named_parameters(recurse=False))
             if name and any((name + "." + key) in self._by_name for key in own):
                 self._handles.append(
-                    module.register_forward_pre_hook(partial(check, clean_name(name)), prepend=True)
+                    module.register_forward_pre_hook(partial(calls.check, clean_name(name)), prepend=True)
                 )
 
 
@@ -234,15 +230,8 @@ def _shape(value: Tensor) -> tuple[int, ...]:
     return tuple(local(value.detach()).shape)
 
 
-class _StateHook:
-    """A hook on a state. Serves copies of what it belongs to, too, as long as the model is prepared."""
-
-    def __init__(self, divided: Any) -> None:
-        self._divided = weakref.ref(divided)
-
-    @property
-    def divided(self) -> Any:
-        return self._divided()
+class _Unpickled:
+    """Part of a divided model: copies of it share this, and it cannot be pickled."""
 
     def __deepcopy__(self, _: Any) -> Self:
         return self
@@ -252,6 +241,38 @@ class _StateHook:
             "a divided model or its optimizer cannot be pickled, since this rank has parts of it: save its "
             "state_dict(), which is whole, or use evener.save"
         )
+
+
+class _Calls(_Unpickled):
+    """Knows whether the model is being called."""
+
+    def __init__(self, is_in_pass: Callable[[], bool]) -> None:
+        self._depth, self._is_in_pass = 0, is_in_pass
+
+    def enter(self, *_: Any) -> None:
+        self._depth += 1
+
+    def leave(self, *_: Any) -> None:
+        self._depth -= 1
+
+    def check(self, name: str, *_: Any) -> None:
+        """Raises ConfigurationError if the layer ``name`` is called and the model is not."""
+        if not self._depth and not self._is_in_pass():
+            raise ConfigurationError(
+                f"{name} was called by the loop itself, and is divided over the ranks: call the model, and have "
+                "its forward do all that needs weights, or use strategy 'ddp'"
+            )
+
+
+class _StateHook(_Unpickled):
+    """A hook on a state. Serves copies of what it belongs to, too, as long as the model is prepared."""
+
+    def __init__(self, divided: Any) -> None:
+        self._divided = weakref.ref(divided)
+
+    @property
+    def divided(self) -> Any:
+        return self._divided()
 
 
 class _SavedModel(_StateHook):

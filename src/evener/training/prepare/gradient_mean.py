@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from evener.collectives.base import AllReduce
 from evener.components import gradients
 from evener.components.sharded_tensor.local import is_divided
+from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.distributed.mesh import DIVIDING_TERMS
 from evener.errors import ConfigurationError, DivergenceError
 from evener.strategies.learner import Learner
@@ -34,6 +35,7 @@ from evener.strategies.reducer import all_reduce_of, sum_in_buckets, sum_togethe
 from evener.torch_internals.autograd import version
 from evener.training.consistency.replicas import digest, together
 from evener.training.prepare.delayed_hooks import DelayedHooks, refuse_gradient
+from evener.training.prepare.gradient_part import ShownParts
 from evener.training.prepare.rank_checks import UNLIKE, WAY_OUT, check_factors, check_roots, check_trained
 
 Exchange = Callable[..., list[list[float]]]
@@ -77,6 +79,11 @@ class MeanOfRanks:
         self._learner = learner
         self._models = [list(model.parameters()) for model in models]
         self._own = set(chain.from_iterable(self._models))
+        specs = {p: shard_spec(p) for p in self._own if not is_divided(p)}
+        pieces = {p: spec for p, spec in specs.items() if spec is not None}
+        self.shown = ShownParts(pieces, learner.mesh, self._exchange)
+        self._is_gathered = any(map(is_divided, self._own))
+        """True if passes gather weights."""
         self._in_backward = {p for p in self._own if learner.synchronizer.sums_in_backward(p)}
         """Parameters whose gradients backward sums itself, each rank's part of them."""
         for parameter in self._in_backward:
@@ -92,6 +99,7 @@ class MeanOfRanks:
         """Drops the models, until others are given."""
         self._models, self._own, self._sparse = [], set(), set()
         self._in_backward.clear()
+        self.shown = ShownParts({}, self._learner.mesh, self._exchange)
         self._touched.clear()
         self._lacking.clear()
         del self._learner
@@ -131,6 +139,7 @@ class MeanOfRanks:
         Raises:
             ConfigurationError: If a parameter's gradient has a hook and the sum is delayed.
         """
+        self.shown.hide()
         self.check_all_summed("a backward pass")
         self._hooks.put_off(chain.from_iterable(self._models), self._in_backward, self._delayed)
         summed_later = self._own - self._in_backward
@@ -140,7 +149,7 @@ class MeanOfRanks:
         before = {p: (p.grad, version(p.grad)) for p in present if p.grad is not None}
         empty = {p for p in self._in_backward if p.grad is None}
         try:
-            with self._learner.synchronizer.micro_batch(last=True) if self._in_backward else nullcontext():
+            with self._learner.synchronizer.micro_batch(last=True) if self._is_gathered else nullcontext():
                 run(1 / self._ranks)
         except BaseException:
             self._hooks.restore()
@@ -189,9 +198,8 @@ class MeanOfRanks:
         if self._delayed:
             return
         try:
-            if self._all_reduce is not None:
-                for parameters in self._chosen():
-                    self._sum_of(parameters, self._all_reduce)
+            for parameters in self._chosen():
+                self._sum_of(parameters)
             for parameter in self._own - self._in_backward:
                 self._become_whole(parameter)
             self._learner.synchronizer.make_alike(chain.from_iterable(self._models))
@@ -201,6 +209,7 @@ class MeanOfRanks:
         self._touched.clear()
         self._lacking.clear()
         self._hooks.call(lambda parameter: _mark(parameter, _WHOLE))
+        self.shown.show()
 
     def _exchange_roots(self, mask: int, absent: int) -> list[list[float]]:
         """Exchanges and checks the roots of all passes since the last sum. Returns the rows of all ranks.
@@ -241,13 +250,15 @@ class MeanOfRanks:
         return [[any(flags) for flags in zip(*each, strict=True)] for each in zip(*said, strict=True)]
 
     @torch.no_grad()
-    def _sum_of(self, parameters: Iterable[nn.Parameter], all_reduce: AllReduce) -> None:
+    def _sum_of(self, parameters: Iterable[nn.Parameter]) -> None:
         given = list(parameters)
         for parameter in self._in_backward.intersection(given):
             if parameter.grad is None:  # another rank's part has one
                 parameter.grad = torch.zeros_like(parameter)
         present = [p for p in given if p not in self._in_backward]
-        sum_in_buckets(present, self._sparse, self._learner.settings.bucket_nbytes, all_reduce)
+        if self._all_reduce is not None:
+            nbytes = self._learner.settings.bucket_nbytes
+            sum_in_buckets(present, self._sparse, nbytes, self._all_reduce)
         for parameter in given:
             _mark(parameter, _WHOLE)
 
@@ -276,8 +287,9 @@ class MeanOfRanks:
         """Returns the parameters that have a gradient without a mark."""
         if self._ranks == 1:
             return []
-        apart = self._in_backward  # a rank has its part alone, which cannot be compared with that of others
-        found = {p for p in parameters if p.grad is not None and _mark_of(p) is None and p not in apart}
+        # Of a divided parameter a rank has its part alone, which cannot be compared with that of others.
+        whole = (p for p in parameters if shard_spec(p) is None)
+        found = {p for p in whole if p.grad is not None and _mark_of(p) is None}
         return [p for model in self._models for p in model if p in found]
 
     def check_all_summed(self, where: str, parameters: Iterable[nn.Parameter] | None = None) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from evener.components.model_init import named_tensors
 from evener.distributed.loop_watch import loop_watch
 from evener.distributed.mesh import DataAxis
 from evener.distributed.session import Session
@@ -25,12 +24,11 @@ from evener.hardware.timers import stopwatch, waiting
 from evener.nn.batch_norm import BatchNorm, normalize_by_batches
 from evener.strategies.buffers import share_buffers
 from evener.strategies.learner import Learner
-from evener.strategies.sharded.divided_updates import UpdateOwners
 from evener.strategies.timing import WorkTimer
 from evener.training.consistency.replicas import digest, together
 from evener.training.prepare.batch_tensors import check_at_hand
 from evener.training.prepare.current_batch import CurrentBatch
-from evener.training.prepare.divided_model import DividedModel, DividedOptimizers, check_undivided
+from evener.training.prepare.division import Division
 from evener.training.prepare.gradient_mean import MeanOfRanks
 from evener.training.prepare.learner_of_loop import LearnerOfLoop
 from evener.training.prepare.model_outputs import Outputs
@@ -43,7 +41,6 @@ from evener.training.prepare.rank_checks import (
 )
 from evener.training.prepare.replicas import LoopReplicas
 from evener.training.prepare.rng import CommonRandom
-from evener.training.prepare.total_norm import NormOfParts
 from evener.training.step.exchange import Exchange
 
 _WIDTH = 8
@@ -77,14 +74,8 @@ class LoopState:
     ) -> None:
         self.session, self.random = session, random
         self.make = make
-        self.divided: DividedModel | None = None
-        """The model, if its strategy divides it."""
-        self.owners: UpdateOwners | None = None
-        """The owners of updates, if the strategy divides these alone."""
-        self.states: DividedOptimizers | None = None
-        """The optimizers, if their state is divided."""
-        self._norm: NormOfParts | None = None
-        learner = self._set_up(models)
+        self.division = Division(self._meeting, lambda: self.is_in_pass)
+        learner = self.division.set_up(make, models, session)
         models = held_by(learner, len(models))
         self._learners = [learner]
         self._held = self._layers(models)
@@ -244,23 +235,6 @@ class LoopState:
 
     # The models
 
-    def _set_up(self, models: list[nn.Module]) -> Learner:
-        before: dict[str, Tensor] = {}
-        if self.make.divides:
-            check_undivided(models, self.make.strategy)
-            before = named_tensors(models[0])
-        learner = self.make(models, self.session)
-        earlier = self.owners
-        self.owners = self.make.owners(learner, earlier)
-        if earlier is not None:
-            earlier.close()
-        if before:
-            self.states = self.divided = DividedModel(before, learner.model, learner.mesh, self._meeting)
-            self._norm = NormOfParts(lambda: learner.names, learner.mesh)
-        elif self.owners is not None:
-            self.states = DividedOptimizers(self.owners.spec, learner.mesh, self._meeting)
-        return learner
-
     @contextmanager
     def _meeting(self, what: str) -> Iterator[None]:
         """Context for what all ranks do together, but no loss of a batch."""
@@ -277,7 +251,7 @@ class LoopState:
         now = self._layers(self._models)
         if len(now) == len(self._held) and all(map(operator.is_, now, self._held)):
             return
-        self._check_may_change()
+        self.division.check_may_change(self.make.strategy)
         rows = self.exchange("layers that were put in or taken out", float(self._weights_now()))
         if self._current and len({row[0] for row in rows}) > 1:
             raise ConfigurationError(
@@ -291,15 +265,8 @@ class LoopState:
         found: list[nn.Module | nn.Parameter] = []
         for model in models:
             found += model.modules()
-            found += model.parameters() if self.divided is None else ()
+            found += () if self.division.of_model else model.parameters()
         return found
-
-    def _check_may_change(self) -> None:
-        if self.divided is not None:
-            raise ConfigurationError(
-                f"strategy {self.make.strategy!r} has divided the model, and a later layer or model cannot be divided "
-                "with it: put all layers in before evener.prepare, give it all models in one module, or use 'ddp'"
-            )
 
     def _weights_now(self) -> int:
         """Returns a checksum of all parameters."""
@@ -308,7 +275,7 @@ class LoopState:
 
     def add(self, models: list[nn.Module], make: LearnerOfLoop) -> None:
         """Adds ``models`` to those of earlier calls that the loop still holds. A collective call."""
-        self._check_may_change()
+        self.division.check_may_change(self.make.strategy)
         self.strangers = 0  # updates before this call belong to no prepared batch
         self.exchange("evener.prepare")
         self.make = make
@@ -336,7 +303,7 @@ class LoopState:
     def renew(self, models: list[nn.Module]) -> None:
         """Sets up these models. A collective call. What was set up for a current batch is kept until the end."""
         with self.random.kept():
-            self._learners.append(self._set_up(models))
+            self._learners.append(self.division.set_up(self.make, models, self.session))
         self._models = held_by(self.learner, len(models))
         self._held = self._layers(self._models)
         self.mean.renew(self.learner, self._models)
@@ -355,7 +322,7 @@ class LoopState:
         Raises:
             ConfigurationError: If the pass was started by a function that does not report it.
         """
-        if self.mean.ranks == 1 or self.is_over:
+        if self.world_size == 1 or self.is_over:
             return
         if not self.is_in_pass:
             raise ConfigurationError(
@@ -393,11 +360,6 @@ class LoopState:
             for batch in list(self._current):
                 self.leave(batch)
             self.mean.close()
-            if self.states is not None:
-                self.states.close()
-            if self._norm is not None:
-                self._norm.close()
-            if self.owners is not None:
-                self.owners.close()
+            self.division.close()
             for learner in reversed(self._learners):
                 learner.close()

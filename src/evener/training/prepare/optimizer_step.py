@@ -16,8 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from evener.components.sharded_tensor.local import is_divided
 from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.errors import ConfigurationError
-from evener.hardware.timers import waiting
-from evener.strategies.sharded.divided_updates import check_closure
 from evener.training.consistency.replicas import digest, together
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.rank_checks import folded
@@ -43,14 +41,12 @@ class WatchedOptimizers:
         closure = next((one for one in (*args[1:], kwargs.get("closure")) if one is not None), None)
         if self._place.is_over:
             return
-        if closure is not None:
-            if self._place.owners is not None:
-                check_closure(closure)
-            return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._place.division.check_step(parameters, closure)
+        if closure is not None:
+            return
         own = [p for p in parameters if self._place.mean.owns(p)]
-        if self._place.divided is not None:
-            self._place.divided.check_current(parameters)
+        self._place.mean.shown.hide()
         if own and self._place.is_in_pass:
             raise ConfigurationError(
                 "an optimizer stepped in the middle of a backward pass, before gradients were summed over the ranks: "
@@ -65,18 +61,16 @@ class WatchedOptimizers:
             rates = _rates(optimizer) if own and not self._place.session.mixed else 0
             self._place.strangers = folded(self._place.strangers, gradients, rates)
         self._place.learner.synchronizer.free_gathered()
-        if own and self._place.states is not None:
-            self._place.states.watch(optimizer)
-        if own and self._place.owners is not None:
-            self._place.owners.begin(optimizer)
+        if own:
+            self._place.division.begin_step(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._place.owners is not None and not self._place.is_over:
-            with self._place.session.watchdog.explained(), waiting():
-                self._place.owners.end(optimizer)
-        if not self._place.is_over and any(
-            self._place.mean.owns(p) for group in optimizer.param_groups for p in group["params"]
-        ):
+        if self._place.is_over:
+            return
+        with self._place.session.watchdog.explained():
+            self._place.division.end_step(optimizer)
+        self._place.mean.shown.show()
+        if any(self._place.mean.owns(p) for group in optimizer.param_groups for p in group["params"]):
             self._place.took_step()
 
 

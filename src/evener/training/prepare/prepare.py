@@ -300,10 +300,7 @@ def _check_optimizers(
     """
     for optimizer in optimizers:
         place.make.check_optimizer(optimizer)
-        if place.divided is not None:
-            place.divided.give_parts(optimizer)
-        if place.states is not None:
-            place.states.watch(optimizer)
+        place.division.take_optimizer(optimizer)
     held = set(chain.from_iterable(group["params"] for o in optimizers for group in o.param_groups))
     strangers = [p for p in held if not place.mean.owns(p)]
     if strangers:

@@ -17,6 +17,7 @@ WAITS = (
         "seeding anew",
         "optimizer.step()",
         "state_dict()",
+        "a number of a divided tensor",
     ),
 )
 """The reasons for which the ranks exchange values."""

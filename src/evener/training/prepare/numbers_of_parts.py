@@ -1,39 +1,63 @@
-"""The norm of the gradients of a divided model: that of the whole gradients, in ``clip_grad_norm_`` of a loop.
+"""Numbers of a divided model in a loop: the norm in ``clip_grad_norm_``, and ``item()`` of a DTensor.
 
 A rank has parts of some gradients. Their norms are combined over the ranks that hold the others; whole gradients count
-once. All ranks must clip together.
+once. All ranks must clip together, and read a number of a DTensor together.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from evener.components.sharded_tensor.local import local, off_host
+from evener.components.sharded_tensor.local import is_divided, local, off_host
 from evener.components.sharded_tensor.shard_spec import shard_spec
-from evener.distributed.mesh import Mesh
+from evener.errors import ConfigurationError
 from evener.hardware.timers import waiting
+from evener.strategies.learner import Learner
 from evener.torch_internals.clip_grad import TotalNorm, replace_total_norm
+from evener.torch_internals.dtensor import replace_item
+from evener.training.prepare.divided_model import Meeting
+from evener.training.prepare.gradient_part import NUMBER, plain_of
 
 Axes = tuple[str, ...]
 
 
-class NormOfParts:
-    """Replaces the norm of gradients in ``clip_grad_norm_`` until it is closed.
+class NumbersOfParts:
+    """Makes these numbers those of the whole model until it is closed.
 
     Args:
-        parameters: Returns the parameters of the divided model.
+        learner: Of the divided model.
+        meet: Called around a collective call.
     """
 
-    def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], mesh: Mesh) -> None:
-        self._parameters, self._mesh = parameters, mesh
-        self.close = replace_total_norm(self._replacing)
+    def __init__(self, learner: Learner, meet: Meeting) -> None:
+        self._parameters, self._mesh, self._meet = learner.names, learner.mesh, meet
+        self._restore = [replace_total_norm(self._replacing)]
+        if any(map(is_divided, self._parameters)):
+            self._restore.append(replace_item(self._item))
+
+    def close(self) -> None:
+        """Restores PyTorch's own functions."""
+        while self._restore:
+            self._restore.pop()()
+
+    def _item(self, number: DTensor) -> Any:
+        if all(placement.is_replicate() for placement in number.placements):
+            return number.to_local().item()
+        if self._mesh.degree("tensor") > 1:
+            raise ConfigurationError(
+                "a number of a tensor that is divided over the axis 'shard' was read, and others are divided over "
+                "'tensor' besides: torch.nn.utils.clip_grad_norm_ and get_total_norm know of both"
+            )
+        with self._meet(NUMBER):
+            return number.full_tensor().item()
 
     def _replacing(self, plain: TotalNorm) -> TotalNorm:
         @functools.wraps(plain)
@@ -44,8 +68,9 @@ class NormOfParts:
             error_if_nonfinite: bool = False,
             foreach: bool | None = None,
         ) -> Any:
-            found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            axes = self._axes_of(found)
+            given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            axes = self._axes_of(given)
+            found: list[Tensor] = plain_of(given)
             if not axes:
                 return plain(found, norm_type, error_if_nonfinite, foreach)
             norm = self._norm(
@@ -64,7 +89,7 @@ class NormOfParts:
         """Returns the mesh axes over which each gradient is divided, by its place in ``found``."""
         places = {id(gradient): place for place, gradient in enumerate(found)}
         axes: dict[int, Axes] = {}
-        for parameter in self._parameters():
+        for parameter in self._parameters:
             spec = shard_spec(parameter)
             place = places.get(id(parameter.grad))
             if spec is not None and place is not None:
