@@ -20,7 +20,6 @@ weights record which parameters were used. A parameter that no rank used ends wi
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -29,7 +28,6 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -51,9 +49,10 @@ from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.reducer import is_apart
 from evener.strategies.sharded.exchange_order import Gather, Scatter, Turns
-from evener.strategies.sharded.fsdp_checks import (
+from evener.strategies.sharded.fsdp_needs import (
     check_layers,
     check_types,
+    device_mesh,
     refusal_explained,
     without_views,
 )
@@ -118,7 +117,7 @@ class Fsdp(Strategy):
                 model.to(settings.weight_type)
         check_types(model)
         before = {name: shard_spec(p) for name, p in model.named_parameters(remove_duplicate=False)}
-        self._shard(model, _device_mesh(group, mesh.device_type))
+        self._shard(model, device_mesh(group, mesh.device_type))
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if is_divided(parameter):
                 pieces = chunks(len(parameter), group.size())
@@ -180,15 +179,6 @@ def _to_host(model: nn.Module, device: torch.device) -> None:
         for parameter in own_parameters(module).values():
             if parameter is not None and not is_divided(parameter):
                 parameter.data = parameter.data.to(device)
-
-
-_MESHES = itertools.count()
-
-
-def _device_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    """Returns a mesh with a name of its own. DTensor caches results by mesh, and would take one of a group that is gone
-    for another of the same ranks and name."""
-    return DeviceMesh.from_group(group, device_type, mesh_dim_names=(f"{AXIS} {next(_MESHES)}",))
 
 
 Place = tuple[dict[str, Any], str, str]

@@ -28,9 +28,9 @@ from evener.strategies.timing import WorkTimer
 from evener.training.consistency.replicas import digest, together
 from evener.training.prepare.batch_tensors import check_at_hand
 from evener.training.prepare.current_batch import CurrentBatch
-from evener.training.prepare.division import Division
 from evener.training.prepare.gradient_mean import MeanOfRanks
 from evener.training.prepare.learner_of_loop import LearnerOfLoop
+from evener.training.prepare.loop_division import LoopDivision
 from evener.training.prepare.model_outputs import Outputs
 from evener.training.prepare.rank_checks import (
     WAITS,
@@ -74,7 +74,7 @@ class LoopState:
     ) -> None:
         self.session, self.random = session, random
         self.make = make
-        self.division = Division(self._meeting, lambda: self.is_in_pass)
+        self.division = LoopDivision(self._meeting, lambda: self.is_in_pass)
         learner = self.division.set_up(make, models, session)
         models = held_by(learner, len(models))
         self._learners = [learner]

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,18 @@ from evener.errors import ConfigurationError
 from evener.hardware.timers import waiting
 from evener.strategies.learner import Learner
 from evener.torch_internals.clip_grad import TotalNorm, replace_total_norm
-from evener.torch_internals.dtensor import replace_item
 from evener.training.prepare.divided_model import Meeting
 from evener.training.prepare.gradient_part import NUMBER, plain_of
 
 Axes = tuple[str, ...]
+_READS: dict[str, Callable[[Any], Any]] = {
+    "item": lambda number: number,
+    "__float__": float,
+    "__int__": int,
+    "__bool__": bool,
+}
+"""Methods that read the number in a tensor. A DTensor's are those of this rank's shard: a sum or a norm of shards is
+marked as a part of a sum, and these methods do not look at the mark."""
 
 
 class NumbersOfParts:
@@ -41,12 +49,19 @@ class NumbersOfParts:
         self._parameters, self._mesh, self._meet = learner.names, learner.mesh, meet
         self._restore = [replace_total_norm(self._replacing)]
         if any(map(is_divided, self._parameters)):
-            self._restore.append(replace_item(self._item))
+            patches = [mock.patch.object(DTensor, name, self._read_by(of)) for name, of in _READS.items()]
+            for patch in patches:
+                patch.start()
+            self._restore += [patch.stop for patch in patches]
 
     def close(self) -> None:
         """Restores PyTorch's own functions."""
         while self._restore:
             self._restore.pop()()
+
+    def _read_by(self, of: Callable[[Any], Any]) -> Callable[[DTensor], Any]:
+        """Returns a method that reads a number as PyTorch's own does, and passes it to ``of``."""
+        return lambda number: of(self._item(number))
 
     def _item(self, number: DTensor) -> Any:
         if all(placement.is_replicate() for placement in number.placements):

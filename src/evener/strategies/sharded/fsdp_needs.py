@@ -1,13 +1,16 @@
-"""What PyTorch's FSDP2 cannot hold: models to reject, and outputs to copy."""
+"""What PyTorch's FSDP2 needs: models that it can hold, outputs that are no views, a mesh of its own."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from evener.data.batch import map_leaves
 from evener.errors import TaskError
@@ -56,3 +59,12 @@ def refusal_explained(name: str) -> Iterator[None]:
         yield
     except (ValueError, NotImplementedError, AssertionError) as error:
         raise TaskError(f"{name} cannot be sharded by PyTorch's FSDP2: {error}") from error
+
+
+_MESHES = itertools.count()
+
+
+def device_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """Returns a mesh with a name of its own. DTensor caches results by mesh, and would take one of a group that is gone
+    for another of the same ranks and name."""
+    return DeviceMesh.from_group(group, device_type, mesh_dim_names=(f"shard {next(_MESHES)}",))

@@ -19,7 +19,7 @@ from evener.training.prepare.learner_of_loop import LearnerOfLoop
 from evener.training.prepare.numbers_of_parts import NumbersOfParts
 
 
-class Division:
+class LoopDivision:
     """The division of one preparation.
 
     Args:
