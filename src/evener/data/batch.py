@@ -84,6 +84,8 @@ class Batch:
     """Samples of this rank's share that could not be read and are in none of its micro-batches."""
     on_host: Batch | None = None
     """The batch in host memory that this one was copied from; None if it was not copied."""
+    costs: tuple[float, ...] = ()
+    """The cost of each rank's samples, by ``Task.cost``; empty if the task gives no costs."""
 
     @property
     def first_part(self) -> int:
@@ -93,7 +95,7 @@ class Batch:
     def without_samples(self) -> Batch:
         """Returns the batch without its micro-batches, for use after the step: the samples can be freed."""
         place = (self.epoch, self.index, self.position, self.size, self.shares)
-        return Batch(*place, [], self.last, self.skipped)
+        return Batch(*place, [], self.last, self.skipped, costs=self.costs)
 
     def to(
         self,
