@@ -172,7 +172,8 @@ def divide_by_cost(
         costs: The costs of the batch's samples, all positive.
         fractions: The part of the cost that each rank should have; a rank with 0 gets no sample.
         shares: Shares in samples within the limits, for samples of equal cost. A rank that has a share gets at least
-            one multiple of ``share_multiple_of``, and that which holds the remainder of the batch keeps it.
+            one multiple of ``share_multiple_of``, in the first micro-batch in which it would have one. The rank that
+            holds the remainder of the batch keeps it.
         micro_batch: As in :func:`~evener.data.division.divide`; a multiple of ``share_multiple_of``.
         max_shares: The most samples of each rank, None for no limit.
         share_multiple_of: Shares are multiples of it, except the one share that holds the remainder of the batch.
@@ -186,16 +187,18 @@ def divide_by_cost(
     holder = int(np.argmax(usual % share_multiple_of)) if remainder else ranks
     if remainder:
         room[holder] -= remainder
-    owed, rows, start = np.zeros(ranks), [], 0
+    owed, taken, rows, start = np.zeros(ranks), np.zeros(ranks, dtype=np.int64), [], 0
     for row in divide(size, shares, micro_batch):
         here = np.array([len(each) for each in row], dtype=np.int64)
         part = costs[start : start + int(here.sum())]
         most = room // share_multiple_of
-        least = np.minimum(np.minimum(here // share_multiple_of, 1), most)
+        first = (here >= share_multiple_of) & (taken == 0)
+        least = np.minimum(first, most)
         edges = _edges(part)
         owed = owed + edges[-1] * parts
         counts = _cut(edges, np.maximum(owed, 0.0), least, most, share_multiple_of, holder)
-        owed, room, start = owed - costs_of(part, counts[None]), room - counts, start + len(part)
+        owed, start = owed - costs_of(part, counts[None]), start + len(part)
+        room, taken = room - counts, taken + counts
         rows.append(counts)
     return np.stack(rows)
 
