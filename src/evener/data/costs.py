@@ -39,7 +39,7 @@ class Costs:
 
     Args:
         cost: ``Task.cost``.
-        dataset: The training set, of which ``cost`` may name a column.
+        dataset: The training set, of which ``cost`` may name a column, an attribute or a method.
 
     Raises:
         TaskError: If there is no such column, the costs are not one number for each sample, or the function fails.
@@ -48,10 +48,11 @@ class Costs:
 
     def __init__(self, cost: Cost, dataset: Any) -> None:
         size = len(dataset)
-        self._function = cost if callable(cost) else None
+        source = _column(dataset, cost) if isinstance(cost, str) else cost
+        self._function = source if callable(source) else None
         self._values = np.empty(0)
-        if not callable(cost):
-            self._values = _as_array(_column(dataset, cost) if isinstance(cost, str) else cost, size)
+        if not callable(source):
+            self._values = _as_array(source, size)
             _check(np.arange(size), self._values)
         self.probed: Ids = np.unique(np.linspace(0, size - 1, min(size, PROBES)).astype(np.int64))
         """The indices of the samples that are compared across ranks."""

@@ -82,9 +82,10 @@ class Task:
     the same on all ranks. None: all samples, shuffled by the run's seed."""
     cost: Cost | None = None
     """The cost of each sample of ``train``, in any unit, such as its number of tokens: a function from its index, a
-    sequence of one number for each sample, or the name of a column of ``train``. It must be positive, and the same on
-    all ranks. Shares of a batch are then fractions of its cost instead of numbers of samples, so that no rank waits for
-    one that happened to get long samples. The training stays the same. None: all samples cost the same."""
+    sequence of one number for each sample, or the name of a column or attribute of ``train``. It must be positive, and
+    the same on all ranks. Shares of a batch are then fractions of its cost instead of numbers of samples, so that no
+    rank waits for one that happened to get long samples. The training stays the same. None: all samples cost the
+    same."""
     partition: Literal["batch", "sample"] = "batch"
     """``batch``: all ranks can read all of ``train`` and ``evaluate``. ``sample``: on each rank these hold that rank's
     own samples only, for example if hosts store different files. The ranks' parts are disjoint and may differ in
