@@ -15,7 +15,7 @@ from evener.balance.shares import solve
 from evener.data.costs import CostDivision, Costs, costs_of, divide_by_cost
 from evener.data.loader import Loader
 from evener.data.sampler import Order
-from evener.errors import DataError, TaskError
+from evener.errors import DataError, ShareError, TaskError
 
 
 def drawn_costs(draw: Any, size: int) -> np.ndarray[Any, Any]:
@@ -114,6 +114,12 @@ def test_weights_are_not_rounded_to_samples_of_equal_cost() -> None:
     assert Equal(3).fractions(0, 8) == pytest.approx([1 / 3] * 3)
     capped = Fixed([1, 1], max_shares=[2, None])
     assert capped.fractions(0, 8) == [2 / 8, 6 / 8]
+
+
+@pytest.mark.parametrize("fractions", [[0.5], [0.5, math.nan], [-0.5, 1.5], [0.0, 0.0]], ids=str)
+def test_fractions_that_cannot_divide_are_refused(fractions: list[float]) -> None:
+    with pytest.raises(ShareError, match="of the cost of a batch for 2 ranks: give one for each rank"):
+        divide_by_cost(np.ones(4), fractions, [2, 2])
 
 
 # Costs

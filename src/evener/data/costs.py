@@ -25,7 +25,7 @@ from evener.core.task.task import Cost
 from evener.core.text import said
 from evener.data.division import check_shares, divide
 from evener.data.sampler import Ids
-from evener.errors import DataError, InterruptedRunError, TaskError
+from evener.errors import DataError, InterruptedRunError, ShareError, TaskError
 
 _Costs = NDArray[np.float64]
 _Counts = NDArray[np.int64]
@@ -178,9 +178,17 @@ def divide_by_cost(
         micro_batch: As in :func:`~evener.data.division.divide`; a multiple of ``share_multiple_of``.
         max_shares: The most samples of each rank, None for no limit.
         share_multiple_of: Shares are multiples of it, except the one share that holds the remainder of the batch.
+
+    Raises:
+        ShareError: If the fractions are invalid, or the shares do not add up to the batch.
     """
     size, ranks = len(costs), len(shares)
     usual, parts = np.array(shares, dtype=np.int64), np.array(fractions, dtype=np.float64)
+    if parts.shape != usual.shape or not (np.isfinite(parts).all() and parts.min() >= 0 and parts.any()):
+        raise ShareError(
+            f"fractions {list(fractions)} of the cost of a batch for {ranks} ranks: give one for each rank, finite, "
+            "none below 0, not all 0"
+        )
     given = max_shares or [None] * ranks
     room = np.array([size if cap is None else cap for cap in given], dtype=np.int64)
     room = np.where(parts > 0, np.maximum(room, usual), usual)
