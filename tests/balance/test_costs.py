@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 
 from evener.balance.base import Balancer, Equal
 from evener.balance.by_speed import BySpeed
+from evener.balance.by_speed_large import BINS, BySpeedOfMany
 from evener.balance.speed import SIZE_RATIO, SpeedModel
+from evener.balance.trial import DivisionComparison
 from evener.data.costs import costs_of, divide_by_cost
 from tests.balance.simulator import Rank, slow_between
 from tests.balance.test_by_speed_large import Crowd, together
@@ -106,6 +109,50 @@ def test_a_slowdown_is_followed_and_so_is_its_end() -> None:
     reasons = [decision.reason for decision in balancer.decisions]
     assert any("rank 1 became" in reason and "slower" in reason for reason in reasons)
     assert any("rank 1 became" in reason and "faster" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lines_are_learned_from_costs_as_they_were(seed: int) -> None:
+    """The overhead is that of 20 and of 10 samples of mean cost; with shares for costs it may come out as 5 or 30."""
+    balancer = BySpeed(2, lookahead=LOOKAHEAD)
+    waited(balancer, [Rank(0.02, 0.001), Rank(0.02, 0.002)], by_cost=True, steps=100, seed=seed)
+    lines = [model.fit().line for model in balancer.models]
+    assert [line.overhead_seconds / line.seconds_per_sample for line in lines] == pytest.approx(
+        [20, 10], rel=0.25
+    )
+
+
+def test_steps_are_compared_as_if_their_shares_were_their_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs alone make these steps differ by a tenth."""
+    compared: dict[tuple[int, ...], list[float]] = {}
+    add = DivisionComparison.add
+
+    def noted(self: DivisionComparison, sizes: Sequence[int], seconds: float) -> None:
+        compared.setdefault(tuple(sizes), []).append(math.log(seconds))
+        add(self, sizes, seconds)
+
+    monkeypatch.setattr(DivisionComparison, "add", noted)
+    apart = []
+    for seed in range(6):
+        compared.clear()
+        balancer = BySpeed(2, lookahead=LOOKAHEAD)
+        waited(balancer, [Rank(0.002, 0.001), Rank(0.002, 0.0012)], by_cost=True, steps=60, seed=seed)
+        apart += [time - np.mean(logs) for logs in compared.values() for time in logs]
+    assert len(apart) > 40
+    assert np.std(apart) < 0.05
+
+
+def test_of_many_a_rank_reports_its_time_against_its_line_of_costs() -> None:
+    balancer = BySpeedOfMany(2, 0, lookahead=LOOKAHEAD)
+    for step in range(30):
+        cost = 20.0 + step % 7
+        seconds = 0.01 + 0.001 * cost
+        report = balancer.voice(30, seconds, cost)
+        balancer.hear(step, balancer.shares(step, 60), seconds, together([report] * 2), (), cost)
+        balancer.asks = False
+    report = balancer.voice(30, 0.01 + 0.001 * 25, 25.0)
+    assert report.added.index(1.0) in (BINS // 2 - 1, BINS // 2), "as its line says"
+    assert report.greatest[0] == pytest.approx(0.01 + 0.001 * 30, rel=0.02)
 
 
 def test_state_with_costs_is_restored_exactly() -> None:

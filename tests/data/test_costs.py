@@ -30,7 +30,6 @@ def divisions(draw: Any) -> dict[str, Any]:
     size = draw(st.integers(1, 60))
     weights = draw(st.lists(st.floats(0, 5), min_size=ranks, max_size=ranks).filter(any))
     caps = draw(st.lists(st.none() | st.integers(0, 60), min_size=ranks, max_size=ranks))
-    caps = [cap if weight else 0 for weight, cap in zip(weights, caps, strict=True)]
     caps[weights.index(max(weights))] = None
     fractions = [weight / sum(weights) for weight in weights]
     beyond = [lambda n, part=size * fraction: n - part for fraction in fractions]
@@ -38,7 +37,9 @@ def divisions(draw: Any) -> dict[str, Any]:
     return {
         "costs": drawn_costs(draw, size),
         "fractions": fractions,
-        "shares": solve(beyond, size, caps, multiple),
+        "shares": solve(
+            beyond, size, [cap if part else 0 for cap, part in zip(caps, fractions, strict=True)], multiple
+        ),
         "micro_batch": micro_batch,
         "max_shares": caps,
         "share_multiple_of": multiple,
@@ -89,6 +90,11 @@ def test_the_drawing_of_the_module() -> None:
     counts = divide_by_cost(costs, [1 / 2, 1 / 6, 1 / 3], [5, 1, 3])
     assert counts.tolist() == [[4, 2, 3]]
     assert costs_of(costs, counts).tolist() == [12, 4, 9]
+
+
+def test_what_a_capped_rank_leaves_goes_to_ranks_that_want_some() -> None:
+    counts = divide_by_cost(np.ones(8), [0.5, 0.0, 0.5], [2, 0, 6], max_shares=[2, None, None])
+    assert counts.tolist() == [[2, 0, 6]]
 
 
 def test_micro_batches_make_up_for_those_before() -> None:

@@ -105,6 +105,26 @@ def test_a_balancer_of_the_user_s_own_is_told_the_shares_that_it_gave(ranks: Any
     assert all(str(other) == str(first) for other in others)
 
 
+class Told(Recorder):
+    """Keeps costs instead of times."""
+
+    def observe_costs(self, step: int, sizes: Any, costs: Any, seconds: Any) -> None:
+        self.observed.append((step, tuple(sizes), tuple(costs)))
+
+
+def costs_told() -> float:
+    config = RunConfig(device="cpu", epochs=1, balance=f"{__name__}:Told")
+    with Engine(tasks.costly(), config) as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+        assert isinstance(engine.balancer, Told)
+        return sum(sum(costs) for _, _, costs in engine.balancer.observed)
+
+
+def test_a_cost_is_told_in_samples_of_mean_cost(ranks: Any) -> None:
+    assert ranks(2).run(costs_told) == pytest.approx([tasks.SAMPLES] * 2)
+
+
 # Records
 
 
@@ -143,14 +163,14 @@ def fails_on_a_rank(index: int) -> float:
 
 
 class Drifting:
-    """A cost that becomes another one on rank 1 after the ranks have compared it."""
+    """A cost that becomes another one on rank 1 after the ranks have compared it; shares stay the same."""
 
     def __init__(self) -> None:
         self.calls = 0
 
     def __call__(self, index: int) -> float:
         self.calls += 1
-        return 2.0 + (self.calls > tasks.SAMPLES + 30 and dist.get_rank() == 1)
+        return 2.0 + 1e-6 * (self.calls > tasks.SAMPLES + 30 and dist.get_rank() == 1)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +189,7 @@ class Drifting:
     ids=["differs", "fails", "drifts", "length", "nan"],
 )
 def test_bad_costs_end_the_run_on_all_ranks(ranks: Any, cost: Any, kind: str, words: str) -> None:
-    for found, said in ranks(2).run(refusal, cost):
+    for found, said in ranks(2).run(refusal, cost, batch_size=8):
         assert found == kind
         assert words in said
 
