@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,11 +31,14 @@ SLOWER = (0.001, 0.003, 0.002)
 COSTS = np.array([tasks.costly().cost(index) for index in range(tasks.SAMPLES)])  # type: ignore[operator,misc]
 
 
-def trained(**settings: Any) -> tuple[dict[str, Any], list[Any]]:
+def trained(most_rows: int = 64, **settings: Any) -> tuple[dict[str, Any], list[Any]]:
     """The weights of a run whose ranks are of the speeds `SLOWER`, and its batches."""
     config = RunConfig(**({"device": "cpu", "dtype": "float64", "epochs": 6} | settings))
     batches = []
-    with Engine(tasks.costly(), config) as engine:
+    with (
+        mock.patch("evener.training.step.exchange.MOST_ROWS", most_rows),
+        Engine(tasks.costly(), config) as engine,
+    ):
         for batch in engine.batches():
             took = ReadyValue(0.002 + SLOWER[engine.session.rank] * batch.costs[engine.session.rank])
             engine.learner.work_timer.taken = lambda took=took: took  # type: ignore[method-assign,misc]
@@ -68,9 +72,10 @@ def test_weights_do_not_depend_on_the_cuts(ranks: Any, settings: dict[str, Any])
             assert first % 2 == 0 or third % 2 == 0
 
 
-def test_shares_of_cost_follow_speed(ranks: Any) -> None:
+@pytest.mark.parametrize("most_rows", [64, 1], ids=["rows", "sums"])
+def test_shares_of_cost_follow_speed(ranks: Any, most_rows: int) -> None:
     """The samples are those of the order, and each rank's cost follows its speed, whatever number of samples it is."""
-    _, batches = ranks(2).run(trained, balance="auto", batch_size=16, epochs=16)[0]
+    _, batches = ranks(2).run(trained, most_rows, balance="auto", batch_size=16, epochs=16)[0]
     late = batches[20:]
     parts = np.array([batch.costs for batch in late]).sum(axis=0)
     assert parts[0] / parts.sum() == pytest.approx(0.75, abs=0.06)
