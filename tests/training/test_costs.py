@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,6 +178,19 @@ class Drifting:
     def __call__(self, index: int) -> float:
         self.calls += 1
         return 2.0 + 1e-6 * (self.calls > tasks.SAMPLES + 30 and dist.get_rank() == 1)
+
+
+def divided_otherwise() -> tuple[str, str]:
+    with mock.patch.dict(os.environ, DIFFERS_FROM="2"):
+        return refusal(lambda index: 0.1 + index % 3, balance="tests.balancers:OfItsOwnMind")
+
+
+def test_a_balancer_that_differs_is_not_blamed_on_costs(ranks: Any) -> None:
+    for kind, said in ranks(2).run(divided_otherwise):
+        assert kind == "ShareError"
+        assert re.match(
+            r"the ranks divide the batch of step \d in different ways: ./. on rank 0; ./. on rank 1", said
+        )
 
 
 @pytest.mark.parametrize(
