@@ -20,7 +20,6 @@ from evener.data.batch import Batch, MicroBatch, map_leaves, move
 from evener.data.division import own_slice
 from evener.data.fingerprint import digest_of
 from evener.errors import ConfigurationError, DataError
-from evener.training.factory import balancer_called
 from evener.training.prepare.batch_tensors import marked
 from evener.training.prepare.current_batch import CurrentBatch
 from evener.training.prepare.loop_state import LoopState
@@ -45,7 +44,7 @@ class Batches:
 
     def __init__(self, config: RunConfig, place: LoopState) -> None:
         self._place = place
-        self.balancer = balancer_called(config.balance or "equal", config, place.data.degree, _AHEAD)
+        self.balancer = place.balancer(config, _AHEAD)
         self.step = 0
 
     @contextmanager

@@ -28,7 +28,6 @@ from evener.data.batch import Batch, MicroBatch, map_leaves, move
 from evener.data.division import own_slice
 from evener.data.tensor_rows import RowBatches, as_read, rows_of
 from evener.errors import ConfigurationError
-from evener.training.factory import balancer_called
 from evener.training.prepare.batch_tensors import marked
 from evener.training.prepare.current_batch import CurrentBatch
 from evener.training.prepare.loop_state import LoopState
@@ -127,7 +126,7 @@ class PreparedLoader:
         self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
         self.sampler, self.batch_sampler = loader.sampler, loader.batch_sampler
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
-        self.balancer = balancer_called(config.balance or "equal", config, place.data.degree, ahead + 2)
+        self.balancer = place.balancer(config, ahead + 2)
         self._shares = Shares(loader.batch_sampler, self.balancer, place)
         kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
         self._generator = apart(0, place.data.index)

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from evener.balance.base import Balancer
+from evener.core.config.run_config import RunConfig
 from evener.distributed.loop_watch import loop_watch
 from evener.distributed.mesh import DataAxis
 from evener.distributed.session import Session
@@ -26,6 +28,7 @@ from evener.strategies.buffers import share_buffers
 from evener.strategies.learner import Learner
 from evener.strategies.timing import WorkTimer
 from evener.training.consistency.replicas import digest, together
+from evener.training.factory import balancer_called
 from evener.training.prepare.batch_tensors import check_at_hand
 from evener.training.prepare.current_batch import CurrentBatch
 from evener.training.prepare.gradient_mean import MeanOfRanks
@@ -122,6 +125,19 @@ class LoopState:
     def data(self) -> DataAxis:
         """Which ranks compute which part of a batch."""
         return self.learner.data
+
+    def balancer(self, config: RunConfig, ahead: int) -> Balancer:
+        """Returns the balancer of a loader.
+
+        Args:
+            ahead: The number of batches that may be drawn before the times of the first are known.
+        """
+        divides = (
+            self.data.degree > 1 or self.world_size == 1
+        )  # else weights are those of the parts of the model
+        return balancer_called(
+            config.balance or "equal" if divides else "equal", config, self.data.degree, ahead
+        )
 
     @property
     def outputs(self) -> list[Tensor]:

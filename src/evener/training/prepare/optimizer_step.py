@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from evener.components.sharded_tensor.local import is_divided
 from evener.components.sharded_tensor.shard_spec import shard_spec
+from evener.distributed.loop_watch import loop_watch
 from evener.errors import ConfigurationError
 from evener.training.consistency.replicas import digest, together
 from evener.training.prepare.loop_state import LoopState
@@ -72,6 +73,7 @@ class WatchedOptimizers:
         self._place.mean.shown.show()
         if any(self._place.mean.owns(p) for group in optimizer.param_groups for p in group["params"]):
             self._place.took_step()
+        loop_watch().stepped(optimizer)
 
 
 def _gradients(tensors: list[Tensor]) -> int:
