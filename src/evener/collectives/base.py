@@ -186,6 +186,8 @@ class AllReduce(ABC):
     """The name by which the user selects it."""
     held_nbytes: int = 0
     """Bytes of this process's memory that it holds permanently, including shared memory."""
+    waits: bool = False
+    """True if a call returns when the sum is there, so that nothing can be done meanwhile."""
     adds_halves_in_float32: bool = False
     """True if it adds float16 and bfloat16 in float32 by itself; else they are converted to float32 and sent so."""
 

@@ -65,6 +65,7 @@ class SharedMemory(AllReduce):
     """
 
     name = "shared-memory"
+    waits = True
     adds_halves_in_float32 = True
 
     def __init__(

@@ -38,6 +38,11 @@ class DelayedHooks:
         self._kept: dict[nn.Parameter, tuple[Hooks, Tensor | None]] = {}
         """Hooks that have to wait for the sum, and the gradient before the pass."""
 
+    @property
+    def are_put_off(self) -> bool:
+        """True if hooks wait for a sum."""
+        return bool(self._kept)
+
     def put_off(
         self, parameters: Iterable[nn.Parameter], divided: Collection[nn.Parameter], is_delayed: bool
     ) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -34,7 +34,17 @@ from evener.strategies.learner import Learner
 from evener.strategies.reducer import all_reduce_of, sum_in_buckets, sum_together
 from evener.torch_internals.autograd import version
 from evener.training.consistency.replicas import digest, together
+from evener.training.prepare.bucket_sums import BucketSums, bucket_sums_of
 from evener.training.prepare.delayed_hooks import DelayedHooks, refuse_gradient
+from evener.training.prepare.gradient_mark import (
+    MARK,
+    PART,
+    WHOLE,
+    become_part,
+    become_whole,
+    mark_of,
+    set_mark,
+)
 from evener.training.prepare.gradient_part import ShownParts
 from evener.training.prepare.rank_checks import UNLIKE, WAY_OUT, check_factors, check_roots, check_trained
 
@@ -42,8 +52,6 @@ Exchange = Callable[..., list[list[float]]]
 """Maps a reason and numbers to the numbers of all ranks."""
 _MOST_MODELS = 50
 """Limit for a bit mask of models that fits a float64."""
-_MARK = "evener_gradient"
-_WHOLE, _PART = "whole", "part"
 
 
 class MeanOfRanks:
@@ -64,6 +72,7 @@ class MeanOfRanks:
         """Parameters summed in backward whose gradient is zero because no pass on this rank has reached them."""
         self._hooks = DelayedHooks(self._name)
         self._watched: list[RemovableHandle] = []
+        self._buckets: BucketSums | None = None
         self._root, self._tolerance = 0.0, 0.0
         self.incoming = 0.0
         """Sum of the gradients that passes brought to prepared losses."""
@@ -94,6 +103,9 @@ class MeanOfRanks:
         if group is not None:
             self._all_reduce = all_reduce_of(learner, group)
         self._sparse = gradients.sparse_weights(learner.model)
+        whole = not self._in_backward and not self._sparse
+        nbytes = learner.settings.bucket_nbytes
+        self._buckets = bucket_sums_of(self._models, nbytes, self._all_reduce) if whole else None
 
     def release(self) -> None:
         """Drops the models, until others are given."""
@@ -145,11 +157,11 @@ class MeanOfRanks:
         summed_later = self._own - self._in_backward
         present = [p for p in summed_later if p.grad is not None]
         for parameter in present:
-            self._become_part(parameter)
+            become_part(parameter, self._ranks)
         before = {p: (p.grad, version(p.grad)) for p in present if p.grad is not None}
         empty = {p for p in self._in_backward if p.grad is None}
         try:
-            with self._learner.synchronizer.micro_batch(last=True) if self._is_gathered else nullcontext():
+            with self._summing():
                 run(1 / self._ranks)
         except BaseException:
             self._hooks.restore()
@@ -160,7 +172,21 @@ class MeanOfRanks:
             gradient, (older, number) = parameter.grad, before.get(parameter, (None, 0))
             if gradient is not None and (gradient is not older or version(gradient) != number):
                 self._touched.add(parameter)
-                _mark(parameter, _PART)
+                set_mark(parameter, PART)
+
+    def _summing(self) -> AbstractContextManager[Any]:
+        """Context of a pass: in which FSDP2 sums gradients, or buckets are sent, or nothing is."""
+        if self._is_gathered:
+            return self._learner.synchronizer.micro_batch(last=True)
+        if self._buckets is None or self._delayed:
+            return nullcontext()
+        known, (model,) = set(self._buckets.parameters), self._models
+        ready = not self._hooks.are_put_off and all(
+            p.requires_grad == (p in known) for p in model if p.numel()
+        )
+        if min(row[0] for row in self._exchange("the sum of gradients", float(ready))):
+            return self._buckets.during()
+        return nullcontext()
 
     def _take_summed(self, empty: Collection[nn.Parameter]) -> None:
         """Marks the gradients that backward has summed. ``empty`` are the parameters that had none before."""
@@ -173,19 +199,7 @@ class MeanOfRanks:
                 self._lacking.discard(parameter)
             elif parameter in empty:
                 self._lacking.add(parameter)
-            _mark(parameter, _WHOLE)
-
-    def _become_part(self, parameter: nn.Parameter) -> None:
-        if _mark_of(parameter) != _PART and parameter.grad is not None:
-            with torch.no_grad():
-                parameter.grad.mul_(1 / self._ranks)
-            _mark(parameter, _PART)
-
-    def _become_whole(self, parameter: nn.Parameter) -> None:
-        if _mark_of(parameter) == _PART and parameter.grad is not None:
-            with torch.no_grad():
-                parameter.grad.mul_(self._ranks)
-            _mark(parameter, _WHOLE)
+            set_mark(parameter, WHOLE)
 
     # The sum
 
@@ -198,17 +212,23 @@ class MeanOfRanks:
         if self._delayed:
             return
         try:
-            for parameters in self._chosen():
-                self._sum_of(parameters)
+            if self._buckets is not None and self._buckets.is_under_way:
+                self._buckets.finish()
+                self._exchange_roots(0, 0)
+                for parameter in self._buckets.parameters:
+                    set_mark(parameter, WHOLE)
+            else:
+                for parameters in self._chosen():
+                    self._sum_of(parameters)
             for parameter in self._own - self._in_backward:
-                self._become_whole(parameter)
+                become_whole(parameter, self._ranks)
             self._learner.synchronizer.make_alike(chain.from_iterable(self._models))
         except BaseException:
             self._hooks.restore()
             raise
         self._touched.clear()
         self._lacking.clear()
-        self._hooks.call(lambda parameter: _mark(parameter, _WHOLE))
+        self._hooks.call(lambda parameter: set_mark(parameter, WHOLE))
         self.shown.show()
 
     def _exchange_roots(self, mask: int, absent: int) -> list[list[float]]:
@@ -260,7 +280,7 @@ class MeanOfRanks:
             nbytes = self._learner.settings.bucket_nbytes
             sum_in_buckets(present, self._sparse, nbytes, self._all_reduce)
         for parameter in given:
-            _mark(parameter, _WHOLE)
+            set_mark(parameter, WHOLE)
 
     @torch.no_grad()
     def returned(
@@ -279,7 +299,7 @@ class MeanOfRanks:
         for each in own:
             if each is not None and self._all_reduce is not None:
                 sum_together([each], self._all_reduce)
-                setattr(each, _MARK, _WHOLE)
+                setattr(each, MARK, WHOLE)
 
     # Before an update
 
@@ -289,7 +309,7 @@ class MeanOfRanks:
             return []
         # Of a divided parameter a rank has its part alone, which cannot be compared with that of others.
         whole = (p for p in parameters if shard_spec(p) is None)
-        found = {p for p in whole if p.grad is not None and _mark_of(p) is None}
+        found = {p for p in whole if p.grad is not None and mark_of(p) is None}
         return [p for model in self._models for p in model if p in found]
 
     def check_all_summed(self, where: str, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -312,7 +332,7 @@ class MeanOfRanks:
                 f"{WAY_OUT}"
             )
         for parameter in strange:
-            _mark(parameter, _WHOLE)
+            set_mark(parameter, WHOLE)
 
     def check_alike(self, found: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Compares gradients of parameters that went through no prepared loss. A collective call if there are any.
@@ -338,7 +358,7 @@ class MeanOfRanks:
         Raises:
             ConfigurationError: If one waits for a backward pass that sums it.
         """
-        left = [p for p in parameters if p.grad is not None and _mark_of(p) == _PART]
+        left = [p for p in parameters if p.grad is not None and mark_of(p) == PART]
         if left and self._ranks > 1:
             raise ConfigurationError(
                 f"optimizer.step() with gradients of rank {self._learner.session.rank}'s samples alone, the first that "
@@ -370,17 +390,10 @@ class MeanOfRanks:
 
     def close(self) -> None:
         """Releases the all-reduce, and removes hooks."""
+        if self._buckets is not None:
+            self._buckets.close()
         while self._watched:
             self._watched.pop().remove()
         all_reduce, self._all_reduce = self._all_reduce, None
         if all_reduce is not None:
             all_reduce.close()
-
-
-def _mark(parameter: nn.Parameter, mark: str) -> None:
-    if parameter.grad is not None:
-        setattr(parameter.grad, _MARK, mark)
-
-
-def _mark_of(parameter: nn.Parameter) -> str | None:
-    return getattr(parameter.grad, _MARK, None)
