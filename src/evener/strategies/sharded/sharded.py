@@ -13,7 +13,7 @@ A higher stage takes less memory and more messages (Rajbhandari and others, SC 2
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -100,6 +100,11 @@ class Sharded(Strategy):
 
     def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         return self._depth.layout(world_size, settings)
+
+    def prepared(self, model: nn.Module, learner: Learner) -> Strategy:
+        found = replace(self)
+        vars(found)["_depth"] = self._depth.prepared(model, learner)
+        return found
 
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         return self._depth.parallelize(model, mesh, settings)
