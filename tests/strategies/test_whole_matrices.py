@@ -18,6 +18,8 @@ from evener.components.optim.owners import update_cost
 from evener.core.config.run_config import RunConfig
 from evener.distributed.environment import Environment
 from evener.errors import ConfigurationError, EvenerError
+from evener.strategies import whole_matrices
+from evener.strategies.description import describe
 from evener.strategies.local_steps.strategies import LocalSgd
 from evener.strategies.pipeline.pipeline import Pipeline
 from evener.strategies.sharded.sharded import Sharded
@@ -29,7 +31,7 @@ from tests.strategies import whole_tasks
 from tests.tiers import ALWAYS, NIGHTLY, SLOW, crossed, spread
 
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {
-    "zero 1": (3, {"strategy": Sharded(zero=1)}),
+    "zero 1": (3, {"strategy": Sharded(zero=1, in_common=True)}),
     "zero 2": (2, {"strategy": Sharded(zero=2, shard_sizes="3,1")}),
     "zero 3": (3, {"strategy": Sharded(zero=3)}),
     "tensor": (2, {"strategy": "tensor", "balance": "2,1"}),
@@ -199,6 +201,34 @@ def test_a_rank_of_a_quarter_of_the_speed_updates_a_quarter_as_much(
 ) -> None:
     (fast, _), (slow, _) = ranks(2).run(owned, "wide_muon", **settings)
     assert fast / slow == pytest.approx(4, rel=0.15)
+
+
+def measured(fast: int, zero: int) -> float:
+    """The cost of what this rank updates, where rank ``fast`` finds that it has four times the speed."""
+    place, speed = (
+        lambda learner: learner.session.rank,
+        lambda learner: 4.1 if place(learner) == fast else 1.0,
+    )
+    with mock.patch.multiple(whole_matrices, _place=place, _speed=speed):
+        return owned("wide_muon", strategy=Sharded(zero=zero))[0]
+
+
+def test_ranks_on_unlike_devices_measure_their_speed(ranks: Any) -> None:
+    for zero in (2, 3):
+        slow, fast = ranks(2).run(measured, 1, zero)
+        assert fast / slow == pytest.approx(4, rel=0.15)
+
+
+def recorded(**settings: Any) -> str:
+    with Engine(whole_tasks.muon(), RunConfig(device="cpu", steps=1, **settings)) as engine:
+        return describe(engine.learner)["optimizer"]
+
+
+def test_records_say_how_weights_are_updated(ranks: Any) -> None:
+    whole = "optimizer Muon, updates 6 weights whole, each at one rank"
+    assert set(ranks(2).run(recorded, strategy=Sharded(zero=2))) == {whole}
+    assert set(ranks(2).run(recorded, strategy="sharded")) == {f"{whole}, 6 of them gathered for it"}
+    assert recorded(strategy="single") == ""
 
 
 def test_matrices_are_gathered_one_at_a_time_if_the_optimizer_allows(ranks: Any) -> None:

@@ -163,6 +163,16 @@ class WholeUpdates:
         return team
 
     @property
+    def words(self) -> str:
+        """A description for the record of the run."""
+        number, gathered = (
+            len(self._stand_ins) + len(self._held),
+            sum(len(team.weights) for team in self._teams),
+        )
+        how = f", {gathered} of them gathered for it" if gathered else ""
+        return f"optimizer {type(self.optimizer).__name__}, updates {number} weights whole, each at one rank{how}"
+
+    @property
     def gathers(self) -> bool:
         """True if some weights are gathered for their updates."""
         return bool(self._teams)
