@@ -15,6 +15,7 @@ from torch import nn
 
 from evener.components.optim import whole_updates
 from evener.components.optim.owners import update_cost
+from evener.components.optim.whole_updates import STATE_FACTOR
 from evener.core.config.run_config import RunConfig
 from evener.distributed.environment import Environment
 from evener.errors import ConfigurationError, EvenerError
@@ -28,6 +29,7 @@ from evener.tools.verify import Trajectory, record
 from evener.training.engine import Engine
 from tests.comparing import handed_on, trained_by_hand, worst
 from tests.strategies import whole_tasks
+from tests.strategies.whole_tasks import WORDS
 from tests.tiers import ALWAYS, NIGHTLY, SLOW, crossed, spread
 
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -217,6 +219,21 @@ def test_ranks_on_unlike_devices_measure_their_speed(ranks: Any) -> None:
     for zero in (2, 3):
         slow, fast = ranks(2).run(measured, 1, zero)
         assert fast / slow == pytest.approx(4, rel=0.15)
+
+
+def crowded(zero: int) -> float:
+    """The cost of what this rank updates, where rank 0 has memory for two matrices of 13 besides its pieces."""
+    pieces = 2 * 8 * (12 * 24 * 24 + 24 * WORDS + 24 * WORDS) / (1 if zero < 3 else 2)
+    memory = lambda learner: math.inf if learner.session.rank else pieces + 2.5 * STATE_FACTOR * 8 * 24 * 24  # noqa: E731
+    with mock.patch.object(whole_matrices, "_memory", memory):
+        return owned("wide_muon", strategy=Sharded(zero=zero))[0]
+
+
+def test_a_rank_owns_no_more_than_it_has_memory_for(ranks: Any) -> None:
+    for zero in (2, 3):
+        little, much = ranks(2).run(crowded, zero)
+        assert little >= 2 * update_cost((24, 24))
+        assert little < 0.3 * much
 
 
 def recorded(**settings: Any) -> str:

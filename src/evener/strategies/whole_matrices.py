@@ -50,8 +50,7 @@ def ownership_terms(task: Task, model: nn.Module, learner: Learner) -> Ownership
         )
     names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
     held: dict[Tensor, str] = dict(names.items())
-    nbytes = sum(parameter.nbytes for parameter in names)
-    rows = learner.session.control.gather_objects((_place(learner), _room(learner, nbytes)))
+    rows = learner.session.control.gather_objects((_place(learner), _memory(learner)))
     places = [place for place, _ in rows]
     speeds = [1.0] * len(rows)
     if len(set(places)) > 1:
@@ -59,7 +58,7 @@ def ownership_terms(task: Task, model: nn.Module, learner: Learner) -> Ownership
     if learner.settings.throttle is not None:
         speeds = [speed * learner.settings.throttle.factor(0, rank) for rank, speed in enumerate(speeds)]
     named = frozenset(held[parameter] for parameter in found if parameter in held)
-    return OwnershipTerms(named, tuple(speeds), tuple(room for _, room in rows))
+    return OwnershipTerms(named, tuple(speeds), tuple(memory for _, memory in rows))
 
 
 def _tried(task: Task, model: nn.Module) -> torch.optim.Optimizer | None:
@@ -90,12 +89,11 @@ def _rounded(speeds: list[float]) -> list[float]:
     return [2.0 ** (exponent / _STEPS_OF_SPEED) for exponent in exponents]
 
 
-def _room(learner: Learner, nbytes: int) -> float:
-    """Returns the bytes that this rank has beside weights and gradients of the model."""
+def _memory(learner: Learner) -> float:
     session, limits = learner.session, learner.settings.limits
     limit = limits.limit_for(session.rank, 0) if limits is not None else None
     have = memory_nbytes(session.device, session.environment.local_world_size)
-    return max(0.0, min(have, limit or have) - 2 * nbytes)
+    return float(min(have, limit or have))
 
 
 def build_divided(learner: Learner, model: nn.Module) -> torch.optim.Optimizer:

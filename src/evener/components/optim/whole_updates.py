@@ -48,7 +48,7 @@ class OwnershipTerms:
     speeds: tuple[float, ...] = ()
     """The speed of each rank, relative to the others."""
     rooms: tuple[float, ...] = ()
-    """Bytes that each rank has for the weights that it owns, and their state."""
+    """Bytes of memory of each rank."""
 
     def along(self, layout: Layout, axes: Sequence[str], ranks: Sequence[int]) -> OwnershipTerms:
         """Returns the terms of ``ranks``, each with the least of all ranks at its place on ``axes``. So ranks that
@@ -61,13 +61,19 @@ class OwnershipTerms:
         found = [least[places[rank]] for rank in ranks]
         return replace(self, speeds=tuple(each[0] for each in found), rooms=tuple(each[1] for each in found))
 
-    def owners(self, tensors: Sequence[tuple[Sequence[int], int]]) -> list[int]:
-        """Returns the index of the owner of each tensor, which is given by its whole shape and bytes."""
+    def owners(self, tensors: Sequence[tuple[Sequence[int], int]], held: float) -> list[int]:
+        """Returns the index of the owner of each tensor.
+
+        Args:
+            tensors: Whole shape and bytes of each.
+            held: Which part of all tensors, and of their gradients, each rank holds besides those that it owns.
+        """
+        beside = 2 * held * sum(nbytes for _, nbytes in tensors)
         return choose_owners(
             [update_cost(shape) for shape, _ in tensors],
             [STATE_FACTOR * nbytes for _, nbytes in tensors],
             self.speeds,
-            self.rooms,
+            [max(0.0, room - beside) for room in self.rooms],
         )
 
 
@@ -155,7 +161,7 @@ class WholeUpdates:
             (each.shape, torch.Size(each.shape).numel() * each.parameter.element_size())
             for each in team.weights
         ]
-        for weight, owner in zip(team.weights, terms.owners(sizes), strict=True):
+        for weight, owner in zip(team.weights, terms.owners(sizes, held=1 / group.size()), strict=True):
             weight.owner = owner
             away = owner != group.rank()
             place = _NOWHERE if away else self._device

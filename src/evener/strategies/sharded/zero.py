@@ -26,6 +26,7 @@ from torch import nn
 
 from evener.balance.shares import parse_shares
 from evener.components import gradients
+from evener.components.model_init import in_type
 from evener.components.optim.whole_updates import OwnershipTerms
 from evener.components.sharded_tensor.shard_spec import ShardSpec, by_axes, set_shard_spec, shard_spec
 from evener.distributed.mesh import Layout, Mesh
@@ -92,7 +93,7 @@ class Zero(Strategy):
 
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         if mesh.degree(AXIS) > 1:
-            _cut(model, self._parts(mesh.degree(AXIS)), mesh.index(AXIS), self._owners(model, mesh))
+            _cut(model, self._parts(mesh.degree(AXIS)), mesh.index(AXIS), self._owners(model, mesh, settings))
         return normalize_together(model, mesh)
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
@@ -105,7 +106,7 @@ class Zero(Strategy):
     def stepper(self, learner: Learner) -> Stepper:
         return Plain(learner)
 
-    def _owners(self, model: nn.Module, mesh: Mesh) -> dict[nn.Parameter, int]:
+    def _owners(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> dict[nn.Parameter, int]:
         """Returns the owner of each weight that is updated as a whole. Ranks that differ on other axes have the same
         owners, also if they hold different slices of a weight: so shapes are whole, and the slowest rank counts."""
         cut = set(_divisible(model))
@@ -117,8 +118,11 @@ class Zero(Strategy):
         if self.shard_sizes is not None:
             terms = replace(terms, speeds=tuple(self._parts(mesh.degree(AXIS))))
         shapes = [spec.whole_shape(p.shape) if (spec := shard_spec(p)) else tuple(p.shape) for p in found]
-        sizes = [math.prod(shape) * p.element_size() for shape, p in zip(shapes, found, strict=True)]
-        return dict(zip(found, terms.owners(list(zip(shapes, sizes, strict=True))), strict=True))
+        later = settings.weight_type  # the model is converted when it is divided
+        types = [p.dtype if later is None else in_type(p, later) for p in found]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, types, strict=True)]
+        owners = terms.owners(list(zip(shapes, sizes, strict=True)), held=1.0)
+        return dict(zip(found, owners, strict=True))
 
     def _parts(self, degree: int) -> list[float]:
         if self.shard_sizes is None:
