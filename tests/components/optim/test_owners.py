@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.components.optim.owners import choose_owners, update_cost
+from evener.components.optim.whole_updates import OwnershipTerms
+from evener.distributed.mesh import Layout
 
 FREE = [math.inf] * 4
 
@@ -55,3 +57,11 @@ def test_the_cost_of_a_matrix_is_that_of_its_product_with_itself(
     shape: tuple[int, ...], products: int
 ) -> None:
     assert update_cost(shape) == products + 16 * math.prod(shape)
+
+
+def test_replicas_choose_by_the_least_able_of_them() -> None:
+    terms = OwnershipTerms(frozenset(), (1.0, 4.0, 2.0, 3.0), (9.0, 8.0, 7.0, 6.0))
+    layout = Layout({"data": 2, "shard": 2})
+    for replica in (0, 1):
+        found = terms.along(layout, ("shard",), (2 * replica, 2 * replica + 1))
+        assert (found.speeds, found.rooms) == ((1.0, 3.0), (7.0, 6.0))

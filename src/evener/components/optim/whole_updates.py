@@ -107,8 +107,10 @@ class WholeUpdates:
 
     Args:
         model: Has the pieces.
-        names: Of its parameters.
+        names: The names of its parameters.
+        terms: Says which weights are updated as wholes.
         gather: Gathers an object from every rank of the world.
+        device: This rank's device.
     """
 
     def __init__(
@@ -145,10 +147,7 @@ class WholeUpdates:
         self.optimizer: torch.optim.Optimizer
 
     def _team(
-        self,
-        group: dist.ProcessGroup,
-        parameters: Sequence[nn.Parameter],
-        terms: OwnershipTerms,
+        self, group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], terms: OwnershipTerms
     ) -> Team:
         team = Team(group)
         own = [_piece_of(parameter) for parameter in parameters]
@@ -171,10 +170,8 @@ class WholeUpdates:
     @property
     def words(self) -> str:
         """A description for the record of the run."""
-        number, gathered = (
-            len(self._stand_ins) + len(self._held),
-            sum(len(team.weights) for team in self._teams),
-        )
+        number = len(self._stand_ins) + len(self._held)
+        gathered = sum(len(team.weights) for team in self._teams)
         how = f", {gathered} of them gathered for it" if gathered else ""
         return f"optimizer {type(self.optimizer).__name__}, updates {number} weights whole, each at one rank{how}"
 
@@ -327,7 +324,8 @@ def _dividing_axes(
         for name, parameter in named.items()
     }
     rows: list[dict[str, set[str]]] = gather(own)
-    return {name: tuple(sorted(set().union(*(row.get(name, set()) for row in rows)))) for name in own}
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: tuple(sorted(set().union(*(row.get(name, set()) for row in rows)))) for name in names}
 
 
 def _is_here(spec: ShardSpec, over: Sequence[str]) -> bool:
