@@ -2,8 +2,8 @@
 
     python -m benchmarks.whole_matrices [--width 512] [--turns 8] [--steps 3]
 
-The first table has the time of a step whose samples are few, so that the update is most of it. The second has the time
-of each rank's own update where one owner is to have three quarters of the cost.
+The first table has the time of a step whose samples are few, so that the update is most of it. The second has the
+processor time of each rank's own update where one owner is to have three quarters of the cost.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def measure(width: int, turns: int, steps: int) -> dict[str, dict[str, Timing]]:
 
 
 def own_update(width: int, steps: int) -> tuple[float, float]:
-    """Part of the cost that this rank updates, and the median seconds of its own part of an update."""
+    """Part of the cost that this rank updates, and the seconds of a processor that its own part takes (median)."""
     work, seconds, began = work_of(width), list[float](), [0.0]
     task = evener.Task(
         model=work.model, loss=nn.CrossEntropyLoss(), optimizer=work.optimizer, train=work.data
@@ -71,8 +71,8 @@ def own_update(width: int, steps: int) -> tuple[float, float]:
     config = RunConfig(device="cpu", batch_size=BATCH, epochs=10**6, steps=steps, strategy=strategy)
     with evener.Engine(task, config) as engine:
         learner = engine.learner
-        learner.optimizer.register_step_pre_hook(lambda *_: began.__setitem__(0, time.perf_counter()))
-        learner.optimizer.register_step_post_hook(lambda *_: seconds.append(time.perf_counter() - began[0]))
+        learner.optimizer.register_step_pre_hook(lambda *_: began.__setitem__(0, time.thread_time()))
+        learner.optimizer.register_step_post_hook(lambda *_: seconds.append(time.thread_time() - began[0]))
         for batch in engine.batches():
             engine.step(batch)
         here = learner.held_state().whole_updates
@@ -93,7 +93,7 @@ def main() -> None:
     results = evener.launch(measure, arguments.width, arguments.turns, arguments.steps, **common)[0]
     print(machine())
     print(table(results, "every rank (ddp)"))
-    print("\n| owner, parts 3,1 | part of the cost | its own update |\n|---|---|---|")
+    print("\n| owner, parts 3,1 | part of the cost | its own update, of a processor |\n|---|---|---|")
     found = evener.launch(own_update, arguments.width, arguments.turns * arguments.steps, **common)
     for rank, (part, seconds) in enumerate(found):
         print(f"| rank {rank} | {part:.2f} | {1e3 * seconds:.1f} ms |")
