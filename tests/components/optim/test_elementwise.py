@@ -27,6 +27,23 @@ class Steps(torch.optim.Optimizer):
             p.sub_(torch.randn_like(p) if self.kind == "noise" else p.grad / norm)
 
 
+class Adapting(torch.optim.Optimizer):
+    """Estimates its rate from all weights, beginning with a small one (Defazio and Mishchenko, ICML 2023)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.rate = 1e-6
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        starts = [self.state[p].setdefault("start", p.clone()) for p in held]
+        gone = sum(float((p.grad * (start - p)).sum()) for p, start in zip(held, starts, strict=True))
+        self.rate = max(self.rate, gone / sum(float(p.grad.abs().sum()) for p in held))
+        for p in held:
+            p.sub_(p.grad, alpha=self.rate)
+
+
 class Renamed(torch.optim.AdamW):
     """Other defaults, the same step."""
 
@@ -74,6 +91,7 @@ def test_a_trial_finds_what_looks_at_several_weights_or_draws(device: str) -> No
     held = parameters(device)
     assert looks_across(Steps(held, "norm"))
     assert looks_across(Steps(held, "noise"))
+    assert looks_across(Adapting(held))
     for optimizer in (Steps(held, "alone"), Shampoo(held), MuonAndAdamW(held), torch.optim.Adafactor(held)):
         assert not looks_across(optimizer)
         assert not optimizer.state
