@@ -3,6 +3,7 @@
 Documents are packed into samples of at most ROOM tokens, which leaves samples of unequal numbers of tokens. A document
 sees itself alone: attention stays within it, and its positions begin at 0. The loss is a mean over the tokens that
 have a next one, so it does not depend on how documents are packed together, nor on which rank has which sample.
+A sample costs as many tokens as it has, so a rank's share of a batch is a share of its tokens.
 
     python examples/packed_sequences.py
 """
@@ -113,6 +114,7 @@ def task() -> evener.Task:
         evaluate=samples,
         metrics={"accuracy": right},
         collate=collate,
+        cost=[sum(map(len, sample)) for sample in samples],
         batch_size=16,
         epochs=3,
     )

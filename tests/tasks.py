@@ -51,6 +51,11 @@ def plain() -> Task:
     return _task(name="plain")
 
 
+def costly() -> Task:
+    """Samples of 1 to 100 units of cost, in a model that normalizes over a batch."""
+    return replace(batch_norm(), name="costly", cost=lambda index: 1 + 99 * (index * 7 % 47 / 46) ** 4)
+
+
 def batch_norm() -> Task:
     """Batches of 9: the last of an epoch has 2 samples, fewer than three ranks."""
     model = lambda: nn.Sequential(  # noqa: E731

@@ -59,6 +59,13 @@ class Balancer(ABC):
         The result must be the same on every rank, and the same for every call with the same step.
         """
 
+    def fractions(self, step: int, batch_size: int) -> Sequence[float]:
+        """Returns the part of the cost of ``step`` that each rank should have, for a task that gives costs.
+
+        By default these are the shares of samples of equal cost, divided by ``batch_size``.
+        """
+        return [n / batch_size for n in self.shares(step, batch_size)]
+
     def observe(self, step: int, sizes: Sequence[int], seconds: Sequence[float]) -> None:  # noqa: B027
         """Learns from one step.
 
@@ -67,6 +74,23 @@ class Balancer(ABC):
             sizes: Each rank's number of samples.
             seconds: Each rank's compute time, without waiting for other ranks; NaN if it was not measured.
         """
+
+    def observe_costs(
+        self, step: int, sizes: Sequence[int], costs: Sequence[float], seconds: Sequence[float]
+    ) -> None:
+        """Learns from one step of a task that gives costs.
+
+        By default scales each time in proportion from the rank's cost to its share, and calls ``observe``.
+
+        Args:
+            step: The number of the step.
+            sizes: The ``shares`` of the step.
+            costs: The cost of each rank's samples, in samples of mean cost. Samples cannot be cut, so that it differs
+                from ``sizes``, and so does the cost of the whole batch.
+            seconds: As in ``observe``.
+        """
+        given = zip(sizes, costs, seconds, strict=True)
+        self.observe(step, sizes, [time * n / cost if cost else time for n, cost, time in given])
 
     @property
     def decisions(self) -> Sequence[Decision]:
@@ -114,6 +138,13 @@ class Fixed(Balancer):
             beyond = [lambda n, part=weight * batch_size: n - part for weight in self.weights]
             self._solved[batch_size] = solve(beyond, batch_size, self._max_shares, self._share_multiple_of)
         return list(self._solved[batch_size])
+
+    def fractions(self, step: int, batch_size: int) -> Sequence[float]:
+        """Returns the weights, which whole samples have not rounded, unless the shares of some ranks are capped."""
+        capped = any(
+            cap is not None and weight for weight, cap in zip(self.weights, self._max_shares, strict=True)
+        )
+        return super().fractions(step, batch_size) if capped else self.weights
 
 
 class Equal(Fixed):

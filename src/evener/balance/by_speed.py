@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from evener.balance.controller import Controller
@@ -31,14 +31,35 @@ class BySpeed(Controller):
         Raises:
             ShareError: If there are not ``world_size`` sizes and times.
         """
+        self._observe(step, sizes, seconds)
+
+    def observe_costs(
+        self, step: int, sizes: Sequence[int], costs: Sequence[float], seconds: Sequence[float]
+    ) -> None:
+        """Learns from one step of a task that gives costs: lines of cost, by the costs as they were. To compare steps,
+        times are moved along these lines to the shares."""
+        self._observe(step, sizes, seconds, costs)
+
+    def _observe(
+        self,
+        step: int,
+        sizes: Sequence[int],
+        seconds: Sequence[float],
+        costs: Sequence[float] | None = None,
+    ) -> None:
         if len(sizes) != self.world_size or len(seconds) != self.world_size:
             raise ShareError(
                 f"step {step}: {len(sizes)} sizes and {len(seconds)} times for {self.world_size} ranks"
             )
         if not self._notices(step, sizes):
             return
-        self._learn(sizes, seconds)
-        times = [time for n, time in zip(sizes, seconds, strict=True) if n]
+        given: Sequence[float] = sizes
+        compared = seconds
+        if costs is not None:
+            moves = zip(self._models, seconds, costs, sizes, strict=True)
+            given, compared = costs, [model.moved(time, cost, n) for model, time, cost, n in moves]
+        self._learn(given, seconds, SpeedModel.observe if costs is None else SpeedModel.observe_cost)
+        times = [time for n, time in zip(sizes, compared, strict=True) if n]
         slowest = max(times, default=math.nan) if not any(map(math.isnan, times)) else math.nan
         self._compare(step, sizes, slowest)
         if self._is_time_to_look(step):
@@ -57,14 +78,16 @@ class BySpeed(Controller):
         else:
             self._restart()
 
-    def _learn(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+    def _learn(
+        self, sizes: Sequence[float], seconds: Sequence[float], observe: Callable[..., float | None]
+    ) -> None:
         given = zip(self._models, sizes, seconds, strict=True)
         apart = [model.residual(n, time) for model, n, time in given]
         known = [residual for residual in apart if residual is not None]
         now = common(known, self._level) if len(known) > 1 else self._level
         self._level += (now - self._level) / LEVEL_STEPS
         for rank, model in enumerate(self._models):
-            ratio = model.observe(sizes[rank], seconds[rank] / math.exp(now), self._doubt.sudden)
+            ratio = observe(model, sizes[rank], seconds[rank] / math.exp(now), self._doubt.sudden)
             if ratio is not None:
                 self._changed[rank] = ratio * self._changed.get(rank, 1.0)
                 self._look_early()

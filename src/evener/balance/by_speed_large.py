@@ -92,11 +92,18 @@ class BySpeedOfMany(Controller):
 
     # What the ranks tell each other
 
-    def voice(self, n: int, seconds: float) -> SpeedReport:
-        """Returns this rank's report of a step: ``n`` samples took ``seconds`` (NaN if not measured)."""
+    def voice(self, n: int, seconds: float, cost: float | None = None) -> SpeedReport:
+        """Returns this rank's report of a step: ``n`` samples took ``seconds`` (NaN if not measured).
+
+        Args:
+            cost: What they cost, in samples of mean cost, if the task gives costs. The seconds in the report are then
+                moved along this rank's line to ``n``, so that steps can be compared.
+        """
         known = n > 0 and seconds > 0 and math.isfinite(seconds)
         counts = [0.0] * BINS
-        apart = self._model.residual(n, seconds) if known else None
+        apart = self._model.residual(n if cost is None else cost, seconds) if known else None
+        if known and cost is not None:
+            seconds = self._model.moved(seconds, cost, n)
         if apart is not None:
             counts[max(0, min(BINS - 1, math.floor(apart / BIN) + BINS // 2))] = 1.0
         return SpeedReport(
@@ -123,6 +130,7 @@ class BySpeedOfMany(Controller):
         seconds: float,
         reduced: SpeedReport,
         lines: Sequence[Sequence[float]] = (),
+        cost: float | None = None,
     ) -> None:
         """Learns from one step. All ranks must call this for every step, in order.
 
@@ -132,10 +140,11 @@ class BySpeedOfMany(Controller):
             seconds: Compute time of this rank; NaN if not measured.
             reduced: The reports of all ranks, reduced by sum and by maximum.
             lines: If ``asks`` was True, the :meth:`line` of every rank.
+            cost: As in :meth:`voice`.
         """
         if not self._notices(step, sizes):
             return
-        self._learn(sizes[self._own], seconds, reduced)
+        self._learn(sizes[self._own], seconds, reduced, cost)
         slowest, unknown, stirred = reduced.greatest
         if stirred and not self._stirred:
             self._look_early()
@@ -150,10 +159,15 @@ class BySpeedOfMany(Controller):
         elif self._is_time_to_look(step):
             self.asks = True
 
-    def _learn(self, n: int, seconds: float, reduced: SpeedReport) -> None:
+    def _learn(self, n: int, seconds: float, reduced: SpeedReport, cost: float | None) -> None:
         now = _median(reduced.added, self._level)
         self._level += (now - self._level) / LEVEL_STEPS
-        ratio = self._model.observe(n, seconds / math.exp(now), self._doubt.sudden)
+        known, sudden = seconds / math.exp(now), self._doubt.sudden
+        ratio = (
+            self._model.observe(n, known, sudden)
+            if cost is None
+            else self._model.observe_cost(cost, known, sudden)
+        )
         if ratio is not None:
             self._ratio *= ratio
             self._stirs = True

@@ -35,6 +35,8 @@ WINDOW = 48
 SIZES = 12
 """Number of sizes kept. The one not observed for longest is dropped first."""
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
+SIZE_RATIO = 1.1
+"""Ratio of neighbouring sizes to which costs are rounded."""
 REFIT = 16
 """The baseline, with which new observations are compared, is refitted each time after this many observations."""
 FIRST_FITS = (1, 2, 3, 4, 6, 8, 11)
@@ -103,25 +105,25 @@ class SpeedModel:
 
     def __init__(self) -> None:
         self._memory, self._prior_sigma = USUAL_MEMORY, PRIOR_SIGMA
-        self._shelf: tuple[Fit, dict[int, _Size]] | None = None
+        self._shelf: tuple[Fit, dict[float, _Size]] | None = None
         self._start(Shape())
 
     def _start(self, shape: Shape) -> None:
         self._shape = shape
-        self._sizes: dict[int, _Size] = {}
-        self._recent: deque[tuple[int, float]] = deque(maxlen=4 * WINDOW)
+        self._sizes: dict[float, _Size] = {}
+        self._recent: deque[tuple[float, float]] = deque(maxlen=4 * WINDOW)
         self._count = 0
         self._cusum = Cusum()
         self._baseline: Fit | None = None
         self._latest: Fit | None = None
 
-    def observe(self, n: int, seconds: float, patience: float = 1.0) -> float | None:
+    def observe(self, n: float, seconds: float, patience: float = 1.0) -> float | None:
         """Learns that ``n`` samples took the rank ``seconds`` of compute time.
 
         Ignores an empty share and an impossible time (zero, not finite).
 
         Args:
-            n: Number of samples.
+            n: Number of samples, or a cost in samples of mean cost.
             seconds: Compute time of the rank, without waiting.
             patience: Factor of the threshold from which a change of speed is detected.
 
@@ -143,7 +145,25 @@ class SpeedModel:
             self._refit()
         return None
 
-    def residual(self, n: int, seconds: float) -> float | None:
+    def observe_cost(self, cost: float, seconds: float, patience: float = 1.0) -> float | None:
+        """Learns that samples of this cost took the rank ``seconds`` of compute time. Returns what `observe` returns.
+
+        Costs are hardly ever the same twice. So the time is moved to the nearest of a few sizes, along the line that is
+        known so far; over so short a distance its error hardly matters.
+        """
+        if cost <= 0:
+            return None
+        size = SIZE_RATIO ** round(math.log(cost) / math.log(SIZE_RATIO))
+        return self.observe(size, self.moved(seconds, cost, size), patience)
+
+    def moved(self, seconds: float, cost: float, n: float) -> float:
+        """Converts the seconds for ``cost`` to those for ``n``, along the line; in proportion if none is known yet."""
+        if not (cost > 0 and n > 0):
+            return seconds
+        line = self._baseline.line if self._baseline else None
+        return seconds * (line(n) / line(cost) if line else n / cost)
+
+    def residual(self, n: float, seconds: float) -> float | None:
         """Returns log(seconds / predicted seconds). Returns None if the time is invalid or the line not settled."""
         if self._baseline is None or self._count < SETTLED or n <= 0:
             return None
@@ -166,11 +186,11 @@ class SpeedModel:
         """Robust relative standard deviation of a single observation."""
         return self.fit().sigma
 
-    def predict(self, n: int) -> float:
+    def predict(self, n: float) -> float:
         """Returns the predicted seconds for ``n`` samples. Raises ValueError before the first observation."""
         return self.fit().line(n)
 
-    def error(self, n: int) -> float:
+    def error(self, n: float) -> float:
         """Returns the standard error of ``predict(n)`` in seconds. It grows away from the observed sizes."""
         return self.fit().error(n)
 
@@ -220,7 +240,7 @@ class SpeedModel:
         shelf = state.get("shelf")
         self._shelf = (Fit.from_values(shelf[0]), _sizes_of(shelf[1])) if shelf else None
 
-    def _add(self, n: int, seconds: float) -> None:
+    def _add(self, n: float, seconds: float) -> None:
         if n not in self._sizes and len(self._sizes) == SIZES:
             del self._sizes[min(self._sizes, key=lambda size: self._sizes[size].seen)]
         self._count += 1
@@ -253,12 +273,12 @@ class SpeedModel:
         self._baseline = self.fit()
         return self._baseline.line(last) / before.line(last)
 
-    def _knew(self, n: int, length: int) -> bool:
+    def _knew(self, n: float, length: int) -> bool:
         """Returns True if ``n`` is within the range of sizes observed before the last ``length`` observations."""
         earlier = [size for size, _ in self._recent][:-length]
         return len(earlier) >= KNOWN and min(earlier) / NEAR <= n <= max(earlier) * NEAR
 
-    def _begin_with(self, kept: Sequence[tuple[int, float]], before: Fit) -> None:
+    def _begin_with(self, kept: Sequence[tuple[float, float]], before: Fit) -> None:
         self._start(Shape.from_fit(before))
         self._prior_sigma = before.sigma
         self._recent.extend(kept)
@@ -270,13 +290,13 @@ class SpeedModel:
         apart = statistics.median(math.log(seconds / known.line(n)) for n, seconds in self._recent)
         return abs(apart) < max(SAME, 2.0 * known.sigma / math.sqrt(len(self._recent)))
 
-    def _take_up(self, shelf: tuple[Fit, dict[int, _Size]]) -> None:
+    def _take_up(self, shelf: tuple[Fit, dict[float, _Size]]) -> None:
         self._sizes = shelf[1]
         self._count = max(size.seen for size in self._sizes.values())
         for n, seconds in self._recent:
             self._add(n, seconds)
 
-    def _surprise(self, fit: Fit, n: int, seconds: float) -> float:
+    def _surprise(self, fit: Fit, n: float, seconds: float) -> float:
         """Returns the observation's distance from the line, in combined standard errors of the noise and the line."""
         expected = fit.line(n)
         noise = fit.sigma * math.sqrt(max(1.0, self._memory / USUAL_MEMORY))
@@ -298,9 +318,9 @@ class SpeedModel:
         return math.sqrt(squares / (len(steps) + PRIOR_SIGMA_COUNT))
 
 
-def _size_values(sizes: dict[int, _Size]) -> list[Any]:
+def _size_values(sizes: dict[float, _Size]) -> list[Any]:
     return [[n, list(size.seconds), size.seen] for n, size in sizes.items()]
 
 
-def _sizes_of(values: Sequence[Any]) -> dict[int, _Size]:
+def _sizes_of(values: Sequence[Any]) -> dict[float, _Size]:
     return {n: _Size(deque(seconds, WINDOW), seen) for n, seconds, seen in values}

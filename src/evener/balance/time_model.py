@@ -36,10 +36,10 @@ class Line:
 
     overhead_seconds: float
     seconds_per_sample: float
-    cliffs: tuple[tuple[int, float], ...] = ()
+    cliffs: tuple[tuple[float, float], ...] = ()
     """Pairs (size, seconds): a share of at least this size takes at least these seconds."""
 
-    def __call__(self, n: int) -> float:
+    def __call__(self, n: float) -> float:
         if n <= 0:
             return 0.0
         seconds = self.overhead_seconds + self.seconds_per_sample * n
@@ -100,7 +100,7 @@ class Shape:
 class Point(NamedTuple):
     """Measurement at one size: samples, median seconds, number of observations, and observations since the last one."""
 
-    n: int
+    n: float
     seconds: float
     repeats: int
     age: int
@@ -126,7 +126,7 @@ class Fit:
         line, *errors = values
         return cls(Line.from_values(line), *errors)
 
-    def error(self, n: int) -> float:
+    def error(self, n: float) -> float:
         """Returns the standard error of ``line(n)`` in seconds."""
         return math.hypot(self.level_error, self.slope_error * (n - self.center))
 
@@ -160,7 +160,7 @@ def _theil_sen(points: Sequence[Point], weights: Sequence[float]) -> float:
 
 def _cliffs(
     points: Sequence[Point], line: Line, sigma: float, memory: float
-) -> tuple[tuple[int, float], ...]:
+) -> tuple[tuple[float, float], ...]:
     """Returns the cliffs: sizes far above the line, observed often and recently, with no clearly faster larger size."""
     seen = [point for point in points if point.repeats >= CLIFF_REPEATS]
 

@@ -81,12 +81,16 @@ def _stray_tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from (tensor for tensor in named_tensors(model).values() if not tensor.is_meta)
 
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters and buffers as the model holds them, under each of their names."""
+def named_tensors(model: nn.Module, clean: bool = True) -> dict[str, Tensor]:
+    """Returns the parameters and buffers as the model holds them, under each of their names.
+
+    Args:
+        clean: False for the names in the model's state, which may have prefixes of wrappers.
+    """
     found = dict(model.named_parameters(remove_duplicate=False)) | dict(
         model.named_buffers(remove_duplicate=False)
     )
-    return {clean_name(name): tensor for name, tensor in found.items()}
+    return {clean_name(name) if clean else name: tensor for name, tensor in found.items()}
 
 
 def settle_on(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
@@ -212,6 +216,24 @@ def share_first_weights(
             _share(tensor, given, group)
         elif given is not None and given is not tensor:
             _keep(tensor, given)
+
+
+@torch.no_grad()
+def share_whole_weights(
+    model: nn.Module, group: dist.ProcessGroup | None, device: torch.device, is_source: bool
+) -> None:
+    """Gives all ranks the tensors of rank 0's ``model``, which is whole on each of them. All ranks must call this
+    together.
+
+    Args:
+        group: All ranks. None for a single rank.
+        device: Sends and receives, one tensor at a time, wherever the model is.
+    """
+    for tensor in {id(each): each for each in named_tensors(model).values()}.values():
+        if group is not None:
+            there = tensor.detach().to(device)
+            _share(there, there if is_source else None, group)
+            tensor.copy_(there)
 
 
 def _share(tensor: Tensor, given: Tensor | None, group: dist.ProcessGroup) -> None:

@@ -40,6 +40,8 @@ class RunStart:
     run_dir: str | None = None
     shares: tuple[int, ...] = ()
     """Samples in each part of the first batch; empty if the data decide it, or if batches are not divided."""
+    by_cost: bool = False
+    """True if the shares are fractions of the cost of a batch, shown as for samples of equal cost."""
     learns: bool = False
     """True if the shares are later adapted to the speed of the ranks."""
     merging: str = ""
@@ -85,6 +87,8 @@ class StepRecord:
     seconds: float
     shares: tuple[int, ...]
     lr: float
+    costs: tuple[float, ...] = ()
+    """The cost of the samples of each part, by ``Task.cost``; empty if the task gives none."""
     skipped: int = 0
     """Number of ``samples`` that could not be read. They contribute nothing to the loss."""
     compute_seconds: tuple[float, ...] = ()
@@ -237,6 +241,10 @@ class RunSummary:
     """Number of data loading processes of each rank."""
     samples_in_seconds: int = 0
     """Samples trained on since the start or the resume, which took ``seconds``."""
+    cost: float = 0.0
+    """Cost of ``samples_in_seconds`` by ``Task.cost``, such as a number of tokens; 0 if the task gives none."""
+    cost_shares: list[float] = field(default_factory=list)
+    """Fraction of ``cost`` that each rank computed; empty if the task gives none."""
     sample_seconds: list[float] = field(default_factory=list)
     """Compute time per sample on each rank, the median of the last steps; empty if there are too few steps, or if ranks
     share samples."""

@@ -84,6 +84,8 @@ class Batch:
     """Samples of this rank's share that could not be read and are in none of its micro-batches."""
     on_host: Batch | None = None
     """The batch in host memory that this one was copied from; None if it was not copied."""
+    costs: tuple[float, ...] = ()
+    """The cost of each rank's samples, by ``Task.cost``; empty if the task gives no costs."""
 
     @property
     def first_part(self) -> int:
@@ -93,7 +95,7 @@ class Batch:
     def without_samples(self) -> Batch:
         """Returns the batch without its micro-batches, for use after the step: the samples can be freed."""
         place = (self.epoch, self.index, self.position, self.size, self.shares)
-        return Batch(*place, [], self.last, self.skipped)
+        return Batch(*place, [], self.last, self.skipped, costs=self.costs)
 
     def to(
         self,
@@ -126,7 +128,14 @@ def move(leaf: Any, device: torch.device | str, non_blocking: bool = False) -> A
     """Moves ``leaf`` to ``device`` if it is a tensor or has a method ``to(device)``; else returns it unchanged."""
     if isinstance(leaf, Tensor):
         return leaf.to(device, non_blocking=non_blocking)
-    return leaf.to(device) if hasattr(leaf, "to") else leaf
+    return leaf.to(device) if _has_to(leaf) else leaf
+
+
+def _has_to(leaf: Any) -> bool:
+    try:
+        return hasattr(leaf, "to")
+    except KeyError:  # a dict whose attributes are its entries
+        return False
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -134,7 +143,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
     A tensor or an object with a method ``to`` is a leaf, even if it is one of these containers.
     """
-    if isinstance(tree, Tensor) or hasattr(tree, "to"):
+    if isinstance(tree, Tensor) or _has_to(tree):
         return function(tree)
     if isinstance(tree, Mapping):
         return _like_mapping(tree, {key: map_leaves(function, value) for key, value in tree.items()})

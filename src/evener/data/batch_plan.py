@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from evener.data.batch import Batch, MicroBatch, Skipped
+from evener.data.costs import CostDivision
 from evener.data.division import Table, by_weights, check_shares, divide
 from evener.data.fetch import Fetched
 from evener.data.sampler import Ids, Order
@@ -33,6 +34,8 @@ class BatchPlanner:
     world_size: int = 1
     micro_batch: int | None = None
     """Samples over all ranks in one micro-batch; ``None`` makes the whole batch one micro-batch."""
+    by_cost: CostDivision | None = None
+    """Divides batches by the costs of their samples; ``None`` divides them by numbers of samples."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -53,6 +56,24 @@ class BatchPlanner:
     def table(self, size: int, shares: Sequence[int]) -> Table:
         """Returns the positions that each rank takes of each micro-batch; see :func:`evener.data.division.divide`."""
         return _divided(size, tuple(shares), self.micro_batch)
+
+    def divided(
+        self, step: int, ids: Ids, done: int
+    ) -> tuple[tuple[int, ...], list[tuple[Ids, int]], tuple[float, ...]]:
+        """Returns the shares of a global batch, what this rank reads of it, and each rank's cost if costs are known.
+
+        Args:
+            ids: The samples of the global batch.
+            done: The number of samples of the training before it.
+
+        Raises:
+            ShareError: As :meth:`draw`.
+            DataError: If the cost of a sample is not positive and finite.
+        """
+        shares = self.draw(step, len(ids))
+        if self.by_cost is not None:
+            return self.by_cost.divided(ids, step, shares, self.micro_batch, self.rank)
+        return shares, self.reads(ids, shares, done), ()
 
     def reads(self, ids: Ids, shares: tuple[int, ...], done: int) -> list[tuple[Ids, int]]:
         """Returns the samples that this rank reads of a global batch: for each micro-batch the ids and its weight.
@@ -89,6 +110,8 @@ class BatchPlan:
     """For each micro-batch the sample ids to read, and its weight (0 for a placeholder)."""
     offset: int = 0
     """The number added to the sample ids, so that samples of different ranks' own data sets have different ids."""
+    costs: tuple[float, ...] = ()
+    """The cost of each rank's samples; empty if the task gives no costs."""
 
     def batch(self, values: list[Fetched]) -> Batch:
         """Builds the batch from the values that were read for ``reads``, one for each micro-batch."""
@@ -96,7 +119,7 @@ class BatchPlan:
         micro_batches = [self._micro_batch(value, ids, weight) for value, (ids, weight) in pairs]
         skipped = self._skipped(pairs) if any(value.skipped for value in values) else ()
         place = (self.epoch, self.index, self.position, self.size, self.shares)
-        return Batch(*place, micro_batches, self.last, skipped)
+        return Batch(*place, micro_batches, self.last, skipped, costs=self.costs)
 
     def _skipped(self, pairs: list[tuple[Fetched, tuple[Ids, int]]]) -> tuple[Skipped, ...]:
         return tuple(
@@ -126,10 +149,11 @@ def plans(
     step = first_step
     for epoch in range(start[0], epochs):
         for begin, end in order.batches(cut.batch_size, start[1] if epoch == start[0] else 0):
-            shares = cut.draw(step, end - begin)
-            reads = cut.reads(order.ids(epoch, begin, end), shares, epoch * order.size + begin)
+            ids = order.ids(epoch, begin, end)
+            shares, reads, costs = cut.divided(step, ids, epoch * order.size + begin)
             index = begin // cut.batch_size
-            yield BatchPlan(epoch, index, begin, end - begin, shares, end == order.size, reads)
+            last = end == order.size
+            yield BatchPlan(epoch, index, begin, end - begin, shares, last, reads, costs=costs)
             step += 1
 
 

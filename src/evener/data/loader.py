@@ -27,6 +27,7 @@ from torch.utils.data import IterableDataset
 from evener.data.batch import Batch, MicroBatch
 from evener.data.batch_plan import BatchPlan, BatchPlanner, Shares, equal_shares, plans
 from evener.data.collate import Collate
+from evener.data.costs import CostDivision
 from evener.data.fetch import Fetch
 from evener.data.iterable import Agree, StreamBatches
 from evener.data.local_shards import LocalShards, part_plans
@@ -53,6 +54,7 @@ class Loader(Iterator[Batch]):
         shares: ``shares(step, size)`` is called once for each global batch, in order, when the batch is drawn. It must
             return the same on every rank. ``None`` for equal shares.
         micro_batch: Samples over all ranks in one micro-batch; ``None`` makes the whole batch one micro-batch.
+        by_cost: Divides batches by the costs of their samples; ``None`` divides them by numbers of samples.
         collate: Makes ``(inputs, targets)`` of a list of items; ``None`` for the default in ``evener.data.collate``.
         workers: Processes that read; 0 to read in this process.
         device: The device of inputs and targets. For CUDA they are pinned, and copied one batch ahead.
@@ -91,6 +93,7 @@ class Loader(Iterator[Batch]):
         world_size: int = 1,
         shares: Shares | None = None,
         micro_batch: int | None = None,
+        by_cost: CostDivision | None = None,
         collate: Collate | None = None,
         workers: int = 0,
         device: torch.device | str = "cpu",
@@ -122,7 +125,7 @@ class Loader(Iterator[Batch]):
             cut = SectionPlanner(batch_size, shares, 0, world_size)
             prefetch_factor = 1  # what is read ahead is leased, and keeps others from it
         else:
-            cut = BatchPlanner(batch_size, shares, rank, world_size, micro_batch)
+            cut = BatchPlanner(batch_size, shares, rank, world_size, micro_batch, by_cost)
         pin_memory = device.type in WITH_STREAMS and workers > 0
         pool = Workers(
             workers, prefetch_factor, start_method, timeout_seconds, _seed_of(seed, rank), pin_memory

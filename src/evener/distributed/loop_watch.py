@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from evener.distributed.environment import Environment
 
@@ -40,6 +41,9 @@ class LoopWatch:
 
     def batch(self, mark: float) -> None:
         """Called when the loop gets a batch. ``mark`` identifies the batch's samples, however ranks divide them."""
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Called when an optimizer has stepped, while a preparation lasts."""
 
     def mean(self, value: Tensor) -> None:
         """Called when ``evener.global_mean`` returns ``value``."""

@@ -47,6 +47,7 @@ from evener.distributed.watchdog.watchdog import BACKSTOP_SECONDS, TIMEOUT_SECON
 from evener.errors import ConfigurationError, RankTimeoutError
 from evener.hardware.accelerators import count, has_float64
 from evener.hardware.gpu_tenants import uuid_of
+from evener.hardware.malloc import freed_memory_kept
 from evener.torch_internals.process_groups import default_store
 from evener.version import evener_version
 
@@ -160,6 +161,8 @@ class Session:
         with ExitStack() as stack:
             self._enter_threads(stack)
             self.device = self._take_device()
+            if self.device.type == "cpu":
+                stack.enter_context(freed_memory_kept())
             if self._finds_group():
                 self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             store = self._open_store()

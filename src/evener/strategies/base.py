@@ -99,6 +99,18 @@ class Strategy(Recipe, ABC):
         short = next((short for short, known in STRATEGIES.items() if known == path), "")
         return self.name or short or kind.__name__.lower()
 
+    def for_own_loop(self) -> Strategy:
+        """Returns the strategy as a training loop uses it that calls the model and backward itself (`evener.prepare`).
+
+        Raises:
+            ConfigurationError: If no such loop can use it.
+        """
+        raise ConfigurationError(
+            f"strategy {self.label!r} runs forward and backward in an order of its own, so that a loop cannot call "
+            "them: take the batches and steps of evener.Engine, which keeps a loop of your own around them, or use "
+            "ddp, sharded, tensor or experts"
+        )
+
     def __str__(self) -> str:
         """Returns the label and the options that differ from their defaults."""
         set_ = [f"{name}={value}" for name, value in self._set_options()]
@@ -192,6 +204,7 @@ def set_up(
     settings: StrategySettings,
     agree: Callable[[nn.Module], None] = lambda model: None,
     fill: Callable[[nn.Module], None] = lambda model: None,
+    is_filled: bool = False,
 ) -> Learner:
     """Builds the learner of a rank: builds the model, lets the strategy divide it, initializes its weights, and builds
     the optimizer, the synchronizer and the stepper. All ranks must call this together.
@@ -199,6 +212,7 @@ def set_up(
     Args:
         agree: Called with the model before any tensor is communicated, to compare it with the models of other ranks.
         fill: Called on rank 0 with the model that holds the first weights of all ranks.
+        is_filled: True if the task returns one model that is whole on each rank, with the same weights on all.
     """
     if session.mixed and not strategy.mixes:
         raise ConfigurationError(
@@ -215,7 +229,7 @@ def set_up(
         owned = ExitStack()
         learner.mesh.close_with_mesh(owned.close)
         owned.enter_context(products_of(settings.precision.name))
-        built, source = _build(strategy, task, session, settings)
+        built, source = _build(strategy, task, session, settings, is_filled)
         agree(built)
         if session.rank == 0:
             fill(built if source is None else source)
@@ -229,7 +243,8 @@ def set_up(
         if settings.batch_norm == "local":
             normalize_apart(built, learner, strategy.one_process)
         placed = strategy.settle(strategy.parallelize(built, learner.mesh, settings), learner)
-        model.share_first_weights(placed, source, session.world, session.rank == 0)
+        if not is_filled:
+            model.share_first_weights(placed, source, session.world, session.rank == 0)
         learner.model = placed
         check_trainable(placed)
         learner.graphs = settings.compiling.apply(
@@ -290,10 +305,12 @@ def _agreed(precision: Precision, session: Session) -> Precision:
 
 
 def _build(
-    strategy: Strategy, task: Task, session: Session, settings: StrategySettings
+    strategy: Strategy, task: Task, session: Session, settings: StrategySettings, is_filled: bool
 ) -> tuple[nn.Module, nn.Module | None]:
     """Returns the model to divide, and, on rank 0, the model with the first weights if it is a different one (else
     None)."""
+    if is_filled:
+        return model.build_model(task, settings.seed), None
     on_meta = model.build_on_meta(task, settings.seed) if strategy.divides_model else None
     if on_meta is None:
         built = model.build_model(task, settings.seed)

@@ -148,6 +148,11 @@ def _is_of_evener(part: Strategy) -> bool:
     return type(part).__module__.startswith("evener.")
 
 
+def parts_of(strategy: Strategy) -> tuple[Strategy, ...]:
+    """Returns the strategies of which one is composed, one for each axis of the mesh."""
+    return strategy.parts if isinstance(strategy, Composed) else (strategy,)
+
+
 class Composed(Strategy):
     """Several strategies that run a training step together.
 
@@ -188,6 +193,9 @@ class Composed(Strategy):
         for part in self._parts:
             model = part.parallelize(model, mesh, settings)
         return model
+
+    def for_own_loop(self) -> Strategy:
+        return Composed(tuple(part.for_own_loop() for part in self._parts), self._degrees)
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
         found = self._summing(learner)

@@ -57,6 +57,9 @@ class Ddp(Strategy):
     combines: ClassVar[tuple[str, ...]] = AXES
     mixes: ClassVar[bool] = True
 
+    def for_own_loop(self) -> Strategy:
+        return self
+
     def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         return Layout({"data": world_size})
 

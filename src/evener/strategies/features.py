@@ -128,6 +128,10 @@ class ReplicatedGradSync(SynchronizerAround):
         self._inner.sum_gradients(parameters)
         self._share_whole(parameters)
 
+    def make_alike(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._inner.make_alike(parameters)
+        self._share_whole(parameters)
+
     def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
         self._inner.share_buffers(buffers, part)
         self._share(self._whole(buffers))

@@ -45,6 +45,12 @@ class Reducer(Synchronizer):
             buffers, self._group, part * self._learner.mesh.degree("context"), self.bucket_bytes
         )
 
+    def sums_in_backward(self, parameter: nn.Parameter) -> bool:
+        return is_apart(parameter)
+
+    def unused(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        return [self._learner.names[p] for p in parameters if p.grad is None and p.numel()]
+
     def check_known(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raises ConfigurationError if one of ``parameters`` is not a parameter of the model."""
         unknown = [tuple(p.shape) for p in parameters if p not in self._learner.names]

@@ -47,6 +47,9 @@ class NoSync(Synchronizer):
 class Single(Strategy):
     """Runs the whole batch on one device, in micro-batches if requested."""
 
+    def for_own_loop(self) -> Strategy:
+        return self
+
     def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         if world_size > 1:
             raise ConfigurationError(

@@ -12,7 +12,7 @@ One that adds to another inherits :class:`SynchronizerAround`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -68,6 +68,20 @@ class GradientSum:
         """Returns numbers that are finite if this rank's gradients are; see :class:`StepOutcome`."""
         return ()
 
+    def sums_in_backward(self, parameter: nn.Parameter) -> bool:
+        """Returns True if backward itself sums the gradient of ``parameter`` over the ranks that divide a batch, also
+        in a training loop of the user's own."""
+        return False
+
+    def unused(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        """Returns the names of those ``parameters``, all summed in backward, to which this rank gave no gradient since
+        the last call."""
+        return []
+
+    def make_alike(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gives ranks that compute the same samples equal gradients, which are summed over all others already. All
+        ranks must call this together."""
+
     def sum_thawed(self, without: Collection[str]) -> None:
         """Sums the gradients of unfrozen parameters before an update.
 
@@ -104,6 +118,9 @@ class Lifecycle:
     def forward(self) -> AbstractContextManager[Any]:
         """Context for a forward pass that no backward pass follows."""
         return nullcontext()
+
+    def free_gathered(self) -> None:
+        """Frees whole weights that a forward pass without a backward pass has left, before they are out of date."""
 
     def updated(self, step: int) -> None:
         """Called after the optimizer step. Exchanges what is exchanged every few steps rather than in each step."""
@@ -163,6 +180,18 @@ class SynchronizerAround(Synchronizer):
 
     def soundness(self) -> tuple[Readout, ...]:
         return self._inner.soundness()
+
+    def sums_in_backward(self, parameter: nn.Parameter) -> bool:
+        return self._inner.sums_in_backward(parameter)
+
+    def unused(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        return self._inner.unused(parameters)
+
+    def make_alike(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._inner.make_alike(parameters)
+
+    def free_gathered(self) -> None:
+        self._inner.free_gathered()
 
     def sum_thawed(self, without: Collection[str]) -> None:
         self._inner.sum_thawed(without)

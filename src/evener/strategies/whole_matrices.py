@@ -127,6 +127,17 @@ def check_pieces(optimizer: torch.optim.Optimizer, strategy: str) -> None:
             )
 
 
+def check_elementwise(optimizer: torch.optim.Optimizer, strategy: str) -> None:
+    """Raises ConfigurationError for an optimizer that a loop of the user's own has built, and that may look at whole
+    weights, which ``strategy`` divides."""
+    if updated_whole(optimizer):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} may look at a weight as a whole, but each rank of strategy {strategy!r} "
+            "holds a slice. Use strategy 'ddp', or let Evener build it from a task (evener.fit, evener.Engine). If "
+            f"it treats each element alone, as SGD and AdamW do, give it an attribute {SAYS_ELEMENTWISE} = True"
+        )
+
+
 def _check(learner: Learner, updates: WholeUpdates) -> None:
     settings = learner.settings
     asked = {

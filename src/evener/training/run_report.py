@@ -114,6 +114,7 @@ class RunReport:
         return RunStart(
             devices=tuple(devices),
             shares=shares,
+            by_cost=engine.feed.divides_by_cost,
             learns=learns,
             parameters=whole_size(engine.model),
             strategy=about["strategy"],
@@ -139,6 +140,7 @@ class RunReport:
             weights: All parameters and buffers by name, whole.
         """
         engine, learner, seconds = self._engine, self._engine.learner, self._clock.seconds
+        cost_shares = self._counters.cost_fractions()
         return RunSummary(
             **describe(learner),
             **self._counters.describe(seconds),
@@ -153,6 +155,7 @@ class RunReport:
             samples=engine.samples_done,
             seconds=seconds,
             shares=learner.data.owners(self._counters.fractions()),
+            cost_shares=learner.data.owners(cost_shares) if cost_shares else [],
             weights_digest=checkpoint.weights_digest(weights),
             versions=versions(),
             batch_size=engine.batch_size,

@@ -85,6 +85,16 @@ def small(**parts: Any) -> Task:
     return Task(**(usual | parts))
 
 
+def test_an_estimate_divides_by_cost_whatever_reads_it() -> None:
+    """Here a tensor, whose numbers are real among fake ones."""
+    lengths = (97 - torch.arange(96)) ** 2
+    config = RunConfig(device="cpu", processes=2, balance="equal")
+    costs = [lengths.tolist(), lengths, lambda index: lengths[index]]
+    (shares,) = {tuple(evener.estimate_memory(small(cost=cost), config).shares) for cost in costs}
+    assert sum(shares) == 24
+    assert shares != (12, 12)
+
+
 class Bucketless(Ddp):
     """A strategy of one's own, which keeps a copy of the parameters."""
 

@@ -234,6 +234,18 @@ def test_the_all_reduce_of_the_settings_is_predicted() -> None:
 # What is known of the machines
 
 
+def test_a_plan_says_that_it_does_not_consider_costs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    task = classes_task(mlp, 16)
+    plan = plan_for_cluster(
+        lambda: replace(task, cost=lambda index: 1.0 + index),
+        cluster(tmp_path_factory, machines("RTX 3090", cards=1)),
+        strategy="ddp",
+    )
+    assert (
+        plan.notes[-1] == "Task.cost is not considered: a rank's time is predicted by its number of samples"
+    )
+
+
 def test_a_saved_survey_is_a_machine(tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text(f'[[machines]]\nsurvey = "{HERE / "two_cards.json"}"\n')
     task = classes_task(lambda: wide(4096, 4), 4096, 1024)

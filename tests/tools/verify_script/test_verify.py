@@ -72,6 +72,13 @@ def test_right_loops_pass(proof: Any, name: str) -> None:
     assert not os.listdir(), "a run writes into a directory of its own"
 
 
+@pytest.mark.parametrize("words", [("sharded",), ("sharded", "zero=1"), ("tensor",)], ids="_".join)
+def test_divided_models_pass(proof: Any, words: tuple[str, ...]) -> None:
+    found = proof("divided", *words)
+    assert found.passed, found
+    assert 0 < found.times_floor < found.limit / 3
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_loops_fail_at_their_line(proof: Any, name: str) -> None:
     found = proof(name)

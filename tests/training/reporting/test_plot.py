@@ -60,6 +60,12 @@ def test_each_rank_has_a_line_where_its_numbers_are(tmp_path: Path) -> None:
     assert {"rank 0", "rank 1", "step 0", "step 2"} <= set(texts_of(text))
 
 
+def test_shares_are_those_of_the_cost_where_it_is_known(tmp_path: Path) -> None:
+    records = [record(i, shares=(1, 3)) | {"costs": [0.3, 0.1]} for i in range(3)]
+    steps = RunSteps.from_directory(run(tmp_path / "a", records))
+    assert [line.points[0][1] for line in steps.shares] == pytest.approx([75, 25])
+
+
 def test_runs_are_compared_by_their_second_halves(tmp_path: Path) -> None:
     slow_at_first = [record(i, 9.0 if i < 4 else 0.1) for i in range(8)]
     runs = [

@@ -271,6 +271,12 @@ def test_the_summary_says_how_much_was_sent_for_merges() -> None:
     assert "  3 MiB of messages for merges on rank 0" in summary_text(summary(merge_bytes=3 << 20))
 
 
+def test_the_summary_says_the_cost_of_samples_and_who_computed_it() -> None:
+    text = summary_text(summary(cost=1_234_567.0, cost_shares=[0.75, 0.25], seconds=10.0))
+    assert "\n  cost 1,234,567: 123,457/s, shares of it 75.0% + 25.0%" in text
+    assert "cost" not in summary_text(summary())
+
+
 def test_the_summary_of_a_resumed_run_counts_one_period() -> None:
     text = summary_text(summary(samples=24000, samples_in_seconds=12000))
     assert "12,000 of 24,000 samples in 6.5 s" in text
@@ -333,6 +339,9 @@ def test_the_header_says_what_the_run_is_at_once() -> None:
 def test_the_header_says_how_a_batch_is_divided(shares: tuple[int, ...], learns: bool, words: str) -> None:
     run = RunStart("digits", {}, 3, 64, 460, 0, devices=("cpu",), shares=shares, learns=learns)
     assert terminal.header_lines(run)[3] == words
+    assert terminal.header_lines(dataclasses.replace(run, by_cost=True))[3].startswith(
+        f"{words.removesuffix(', then by speed')}, by cost"
+    )
     assert len(terminal.header_lines(dataclasses.replace(run, shares=()))) == 4
 
 

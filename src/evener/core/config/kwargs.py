@@ -14,6 +14,16 @@ from evener.core.config.run_config import Recipe
 class LoopSettings(TypedDict, total=False):
     """Settings that go with a loop of one's own, for ``evener.prepare``."""
 
+    strategy: str | Recipe | tuple[Recipe, ...]
+    strategy_option: tuple[str, ...]
+    mesh: str | None
+    precision: str | None
+    precision_of: tuple[str, ...]
+    compile: str | None
+    compile_mode: str | None
+    compile_backend: str
+    compile_check: str
+    recompute: str | None
     allreduce: str | None
     balance: str | None
     batch_norm: str
@@ -38,9 +48,6 @@ class Settings(LoopSettings, total=False):
     micro_batch: str | int | None
     memory_limit: str | None
     memory_limit_at: tuple[str, ...]
-    strategy: str | Recipe | tuple[Recipe, ...]
-    strategy_option: tuple[str, ...]
-    mesh: str | None
     devices: str | None
     processes: str | int | None
     clip_norm: float | None
@@ -49,13 +56,6 @@ class Settings(LoopSettings, total=False):
     on_replica_mismatch: str | None
     workers: int
     dtype: str | None
-    precision: str | None
-    precision_of: tuple[str, ...]
-    compile: str | None
-    compile_mode: str | None
-    compile_backend: str
-    compile_check: str
-    recompute: str | None
     offload: str | None
     offload_to: str | Path | None
     optimizer_state: str | None

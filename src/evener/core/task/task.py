@@ -7,7 +7,7 @@ process has to be sent to another. The function is passed directly, or by the na
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from evener.core.task.average import Average, UpdateAverages, as_average
 from evener.core.task.device_errors import explaining_placement
 from evener.core.task.validation import (
     as_dataset,
+    check_cost,
     check_dataset,
     check_function,
     check_metrics,
@@ -30,6 +31,9 @@ from evener.core.task.validation import (
 )
 from evener.core.types import Forward, MakeModel, MakeOptimizer, MakeScheduler, Tree
 from evener.errors import TaskError
+
+Cost = Callable[[int], float] | Sequence[float] | str
+"""``Task.cost``: a function from an index, one number for each sample, or the name of a column."""
 
 
 def call_model(model: nn.Module, inputs: Tree) -> Tree:
@@ -76,6 +80,12 @@ class Task:
     """Function that maps an epoch's number (from 0) to the indices of its samples, in order: by length, with weights,
     or a part of ``train``. Each epoch has the same number of indices. The result must depend on the epoch only, and be
     the same on all ranks. None: all samples, shuffled by the run's seed."""
+    cost: Cost | None = None
+    """The cost of each sample of ``train``, in any unit, such as its number of tokens: a function from its index, a
+    sequence of one number for each sample, or the name of a column or attribute of ``train``. It must be positive, and
+    the same on all ranks. Shares of a batch are then fractions of its cost instead of numbers of samples, so that no
+    rank waits for one that happened to get long samples. The training stays the same. None: all samples cost the
+    same."""
     partition: Literal["batch", "sample"] = "batch"
     """``batch``: all ranks can read all of ``train`` and ``evaluate``. ``sample``: on each rank these hold that rank's
     own samples only, for example if hosts store different files. The ranks' parts are disjoint and may differ in
@@ -139,6 +149,7 @@ class Task:
         object.__setattr__(self, "evaluate", with_own_place(self.evaluate, self.train))
         for name in ("train", "evaluate"):
             object.__setattr__(self, name, as_dataset(getattr(self, name)))
+        check_cost(self.cost, self.train, self.partition)
         for name in ("batch_size", "epochs"):
             object.__setattr__(self, name, positive(name, getattr(self, name)))
 

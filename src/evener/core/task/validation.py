@@ -83,6 +83,27 @@ def check_metrics(metrics: object) -> None:
             )
 
 
+def check_cost(cost: object, train: object, partition: str) -> None:
+    """Raises:
+    TaskError: If ``cost`` is no function, sequence or name, or if samples of ``train`` have no index on all ranks.
+    """
+    if cost is None:
+        return
+    listed = (
+        hasattr(cost, "__getitem__") and hasattr(cost, "__len__") and not isinstance(cost, Mapping | bytes)
+    )
+    if not (callable(cost) or listed):
+        raise TaskError(
+            f"Task.cost is {kind_of(cost)}; give a function from an index to a cost, a sequence of one number for each "
+            "sample of train, or the name of a column of train"
+        )
+    if partition == "sample" or isinstance(train, IterableDataset):
+        kind = "an iterable data set" if partition == "batch" else "data that are partitioned by sample"
+        raise TaskError(
+            f"Task.cost gives the costs of samples by their index, which {kind} has not on all ranks: leave it out"
+        )
+
+
 def check_dataset(dataset: object, name: str) -> None:
     """Raises:
     TaskError: If it is neither an ``IterableDataset`` nor an object with ``__getitem__`` and ``__len__``.

@@ -88,6 +88,13 @@ class ContextParallel(Strategy):
         if self.trial < 0:
             raise ConfigurationError(f"strategy 'context': trial={self.trial}; it must be 0 or more")
 
+    def for_own_loop(self) -> Strategy:
+        raise ConfigurationError(
+            "strategy 'context' gives each rank some positions of every sequence, and a loop that shifts targets or "
+            "numbers positions by itself would be wrong at the edges without a word. evener.Engine tries that with the "
+            "task's model and loss first: take its batches and steps, or use ddp, sharded or tensor"
+        )
+
     def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         return Layout({AXIS: world_size})
 

@@ -59,7 +59,7 @@ class Turns:
         """
         if self._place < len(self._order):
             self._refuse("nothing more", self._order[self._place])
-        self.start("backward")
+        self._order, self._place = [], 0
 
     def take_turn(self, unit: int, what: int, device: torch.device) -> None:
         """Checks that the weights (``what`` 0) or gradients (1) of ``unit`` come next.

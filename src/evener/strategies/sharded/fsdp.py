@@ -48,7 +48,13 @@ from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.reducer import is_apart
 from evener.strategies.sharded.exchange_order import Gather, Scatter, Turns
-from evener.strategies.sharded.fsdp_checks import check_layers, check_types
+from evener.strategies.sharded.fsdp_needs import (
+    check_layers,
+    check_types,
+    device_mesh,
+    refusal_explained,
+    without_views,
+)
 from evener.strategies.sharded.ownership import chunks
 from evener.strategies.sharded.sharded_reads import reads_explained
 from evener.strategies.sharded.units import fills_unused, nbytes_of_units, units_of
@@ -57,7 +63,6 @@ from evener.strategies.single import NoSync
 from evener.strategies.steppers.plain import Plain
 from evener.strategies.sync_batch_norm import normalize_together
 from evener.strategies.synchronizer import Synchronizer
-from evener.torch_internals.autograd import is_view
 from evener.torch_internals.modules import own_buffers, own_parameters
 
 AXIS = "shard"
@@ -111,7 +116,7 @@ class Fsdp(Strategy):
                 model.to(settings.weight_type)
         check_types(model)
         before = {name: shard_spec(p) for name, p in model.named_parameters(remove_duplicate=False)}
-        self._shard(model, DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(AXIS,)))
+        self._shard(model, device_mesh(group, mesh.device_type))
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if is_divided(parameter):
                 pieces = chunks(len(parameter), group.size())
@@ -124,8 +129,8 @@ class Fsdp(Strategy):
         scalars = {parameter for parameter in model.parameters() if not parameter.ndim}
         units = units_of(model, self.wrap)
         for name, unit in [*reversed(units.items()), ("", model)]:
-            unit.register_forward_hook(_without_views)
-            with _explained(name or "the model"):
+            unit.register_forward_hook(without_views)
+            with refusal_explained(name or "the model"):
                 fully_shard(
                     unit,
                     mesh=over,
@@ -174,23 +179,6 @@ def _to_host(model: nn.Module, device: torch.device) -> None:
                 parameter.data = parameter.data.to(device)
 
 
-def _without_views(_: nn.Module, __: Any, output: Any) -> Any:
-    """Clones outputs that are views: a later in-place write to a view would drop the hook that FSDP2 puts on it."""
-    return map_leaves(lambda leaf: leaf.clone() if _is_traced_view(leaf) else leaf, output)
-
-
-def _is_traced_view(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad and is_view(leaf)
-
-
-@contextmanager
-def _explained(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, NotImplementedError, AssertionError) as error:
-        raise TaskError(f"{name} cannot be sharded by PyTorch's FSDP2: {error}") from error
-
-
 Place = tuple[dict[str, Any], str, str]
 """Place of a parameter: the module's parameter dictionary, the key in it, and the parameter's name in the model."""
 
@@ -221,6 +209,8 @@ class FsdpSum(PostBackwardSum):
         self._given: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in self._units}
         self._sound: list[Readout] = []
         self._stepping = False
+        self._forwards = 0
+        """The number of forward passes of which backward is still to come."""
         self._handles: list[RemovableHandle] = []
         self._handles_at_first: list[RemovableHandle] = []
         for number, unit in enumerate(self._units.values()):
@@ -277,13 +267,16 @@ class FsdpSum(PostBackwardSum):
 
     def _end(self, *_: Any) -> None:
         self._turns.ended()
-        if not torch.is_grad_enabled():
-            self._give_back()
+        if torch.is_grad_enabled():
+            self._forwards += 1
+        else:
+            self.free_gathered()
+        self._turns.start(f"backward of {self._forwards} forward passes")
 
     def _refuse_before_model(self, name: str, *_: Any) -> None:
         raise TaskError(
-            f"{name} is called outside of the model's own forward, in which its sharded weights are gathered: let "
-            "Task.forward call the model, and have its forward do all that needs weights"
+            f"{name} is called outside of the model's own forward, in which its sharded weights are gathered: call the "
+            "model itself, in Task.forward or in the loop, and have its forward do all that needs weights"
         )
 
     def _note_uses(self, unit: str, places: Sequence[Place], *_: Any) -> None:
@@ -324,8 +317,8 @@ class FsdpSum(PostBackwardSum):
         if self._stepping:
             self._learner.work_timer.work_done()
 
-    def _give_back(self) -> None:
-        """Frees the whole weights that a forward pass without backward has left."""
+    def free_gathered(self) -> None:
+        self._forwards = 0
         for unit in self._units.values():
             unit.reshard()
 
@@ -340,13 +333,14 @@ class FsdpSum(PostBackwardSum):
         finally:
             self._stepping = False
         self._turns.ended()
+        self._forwards = 0
 
     def forward(self) -> AbstractContextManager[None]:
         return reads_explained(self._units)
 
     def complete(self) -> tuple[str, ...]:
         self._learner.work_timer.work_done()
-        self._give_back()
+        self.free_gathered()
         missing = tuple(self._unused(p for p in self._learner.names if p.requires_grad))
         whole = self._trained()
         self._sound.append(self._learner.look_at(whole))
@@ -364,6 +358,9 @@ class FsdpSum(PostBackwardSum):
     def completes_in_backward(self, parameter: nn.Parameter) -> bool:
         return is_apart(parameter)
 
+    def unused(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        return self._unused(parameters)
+
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         return self._learner.names[parameter] in self._used
 
@@ -375,7 +372,7 @@ class FsdpSum(PostBackwardSum):
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sums the gradients of whole parameters. Backward has already summed those of sharded parameters."""
         self.check_known(parameters)
-        self._give_back()
+        self.free_gathered()
         names = {self._learner.names[p]: p for p in parameters if p.requires_grad}
         whole = {name: p for name, p in names.items() if not is_apart(p)}
         sound = all(math.isfinite(number.value()) for number in self.soundness())

@@ -1,4 +1,4 @@
-"""Decides which rows of which parameter each rank owns. Works on integers alone.
+"""Decides which rows of which parameter each rank owns. Works on their sizes alone.
 
 Every rank owns a part of every parameter that has enough rows, so that all ranks have something to sum and to update at
 any moment. Rows do not divide evenly. A rank that got too little of one parameter gets more of the next::
@@ -14,8 +14,23 @@ one of the shortest rows, however few rows the first parameters have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
+
+from torch import Tensor
+
+
+def rows_of_owners(
+    parameters: Iterable[Tensor], parts: Sequence[float]
+) -> dict[Tensor, tuple[int, tuple[range, ...]]]:
+    """Returns for each dense parameter the dimension along which it is cut, and the rows that each rank owns there.
+
+    It is the first dimension with more than one row, so that a piece is contiguous.
+    """
+    dims = {p: next((dim for dim, size in enumerate(p.shape) if size > 1), 0) for p in parameters}
+    tables = [(p.shape[dim], p.nbytes // max(1, p.shape[dim])) for p, dim in dims.items()]
+    rows = divide_rows(tables, parts)
+    return {p: (dim, owned) for (p, dim), owned in zip(dims.items(), rows, strict=True)}
 
 
 def divide_rows(tables: Sequence[tuple[int, int]], parts: Sequence[float]) -> list[tuple[range, ...]]:

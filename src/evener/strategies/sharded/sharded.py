@@ -25,6 +25,7 @@ from evener.errors import ConfigurationError
 from evener.strategies.base import Strategy
 from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
+from evener.strategies.sharded.divided_updates import DividedUpdates
 from evener.strategies.sharded.fsdp import Fsdp, FsdpSum
 from evener.strategies.sharded.zero import Zero
 from evener.strategies.sharded.zero_reduce import ZeroSum
@@ -111,6 +112,21 @@ class Sharded(Strategy):
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
         return self._depth.synchronizer(learner)
+
+    def for_own_loop(self) -> Strategy:
+        """A loop sees gradients between backward and update. So stage 1 has them whole, and stage 2 is stage 3, whose
+        gradients and weights are FSDP2's DTensors."""
+        if self.in_common or not self.reshard or (self.zero == 2 and self.shard_sizes is not None):
+            name = "in_common" if self.in_common else "reshard" if not self.reshard else "shard_sizes"
+            raise ConfigurationError(
+                f"{name} goes with evener.Engine and evener.fit: in a loop of your own a model with zero=2 or 3 has "
+                "equal parts of its weights at all times, and one with zero=1 whole ones: leave it out"
+            )
+        return DividedUpdates(self._parts_of_owners) if self.zero == 1 else replace(self, zero=3)
+
+    def _parts_of_owners(self, degree: int) -> list[float]:
+        assert isinstance(self._depth, Zero)
+        return self._depth.parts(degree)
 
     def synchronizer_apart(self, learner: Learner) -> Synchronizer:
         """Returns a synchronizer that sums over the ranks of the axis only, and not over other axes of the mesh."""

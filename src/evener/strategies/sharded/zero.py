@@ -75,10 +75,10 @@ class Zero(Strategy):
                 f"there is no stage {self.stage!r} of rows with owners; there are 1 and 2"
             )
         if self.shard_sizes is not None:
-            self._parts(self.shard_sizes.count(",") + 1)
+            self.parts(self.shard_sizes.count(",") + 1)
 
     def layout(self, world_size: int, settings: StrategySettings) -> Layout:
-        self._parts(world_size)
+        self.parts(world_size)
         if settings.compression is not None and (self.stage == 2 or settings.compression == "powersgd"):
             raise ConfigurationError(
                 f"strategy 'sharded' with zero={self.stage} cannot compress with {settings.compression!r}: leave "
@@ -93,7 +93,7 @@ class Zero(Strategy):
 
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         if mesh.degree(AXIS) > 1:
-            _cut(model, self._parts(mesh.degree(AXIS)), mesh.index(AXIS), self._owners(model, mesh, settings))
+            _cut(model, self.parts(mesh.degree(AXIS)), mesh.index(AXIS), self._owners(model, mesh, settings))
         return normalize_together(model, mesh)
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
@@ -116,7 +116,7 @@ class Zero(Strategy):
             return {}
         terms = self.ownership.along(mesh.layout, (AXIS,), mesh.ranks(AXIS))
         if self.shard_sizes is not None:
-            terms = replace(terms, speeds=tuple(self._parts(mesh.degree(AXIS))))
+            terms = replace(terms, speeds=tuple(self.parts(mesh.degree(AXIS))))
         shapes = [spec.whole_shape(p.shape) if (spec := shard_spec(p)) else tuple(p.shape) for p in found]
         later = settings.weight_type  # the model is converted when it is divided
         types = [p.dtype if later is None else in_type(p, later) for p in found]
@@ -124,7 +124,8 @@ class Zero(Strategy):
         owners = terms.owners(list(zip(shapes, sizes, strict=True)), held=1.0)
         return dict(zip(found, owners, strict=True))
 
-    def _parts(self, degree: int) -> list[float]:
+    def parts(self, degree: int) -> list[float]:
+        """Returns the part of the rows that each of ``degree`` owners has."""
         if self.shard_sizes is None:
             return [1 / degree] * degree
         try:

@@ -31,6 +31,7 @@ from functools import cached_property
 from itertools import chain
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -42,6 +43,7 @@ from evener.components.checks.embeddings import refuse_lookups
 from evener.components.model_with_loss import Replica
 from evener.core.types import Tree
 from evener.data.batch import Batch, MicroBatch
+from evener.data.costs import Costs, divide_by_cost
 from evener.data.division import by_weights, divide
 from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
@@ -137,6 +139,8 @@ class Taken(NamedTuple):
     step: int
     sizes: list[int]
     """The number of samples of each device."""
+    costs: list[float] | None
+    """What they cost, in samples of mean cost; None if the task gives no costs."""
     did: dict[int, Did]
     """The results of the devices that had samples."""
 
@@ -181,12 +185,13 @@ class DeviceReplicas(Stepper):
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
         learner = self._learner
         with learner.work_timer.step(step):
-            parts = self._parts(batch, self._shares(step, batch.size))
+            parts = self._parts(batch, self._shares(step, batch.size), step)
             self._refresh()
             did = self._compute(parts, divisor, step)
             self._gather(lead=min(did))
             missing = learner.synchronizer.complete()
-        self._unobserved.append(Taken(step, _sizes(parts, len(self._devices)), did))
+        sizes, costs = _sizes(parts, len(self._devices)), self._costs_of(parts)
+        self._unobserved.append(Taken(step, sizes, costs, did))
         device = learner.session.device
         totals = [total.to(device, non_blocking=True) for one in did.values() for total in one.totals]
         return StepOutcome(
@@ -200,21 +205,42 @@ class DeviceReplicas(Stepper):
     def _shares(self, step: int, size: int) -> tuple[int, ...]:
         """Returns the shares of the devices in this step, after telling the balancer the times of earlier steps."""
         while len(self._unobserved) > self._late:
-            number, sizes, did = self._unobserved.popleft()
+            number, sizes, costs, did = self._unobserved.popleft()
             seconds = [did[place].seconds.value() if n else math.nan for place, n in enumerate(sizes)]
-            self._balancer.observe(number, sizes, seconds)
+            if costs is None:
+                self._balancer.observe(number, sizes, seconds)
+            else:
+                self._balancer.observe_costs(
+                    number, self._balancer.shares(number, sum(sizes)), costs, seconds
+                )
         self.shares = tuple(self._balancer.shares(step, size))
         return self.shares
 
-    def _parts(self, batch: Batch, shares: Sequence[int]) -> list[dict[int, DevicePart]]:
+    def _parts(self, batch: Batch, shares: Sequence[int], step: int) -> list[dict[int, DevicePart]]:
         """Returns, for each micro-batch, the parts of the devices that have samples in it."""
         micros = batch.micro_batches
-        table = divide(batch.size, shares, len(micros[0].samples))
+        most = len(micros[0].samples)
+        counts = [[len(rows) for rows in row] for row in divide(batch.size, shares, most)]
+        if self._costs is not None and not batch.skipped:
+            each = self._costs(np.concatenate([micro.samples.numpy() for micro in micros]))
+            counts = divide_by_cost(each, self._balancer.fractions(step, batch.size), shares, most).tolist()
         lead = next(place for place, share in enumerate(shares) if share)
-        return [
-            self._cut(micro, led([len(rows) for rows in row], lead))
-            for micro, row in zip(micros, table, strict=True)
-        ]
+        return [self._cut(micro, led(row, lead)) for micro, row in zip(micros, counts, strict=True)]
+
+    @cached_property
+    def _costs(self) -> Costs | None:
+        task = self._learner.task
+        return None if task.cost is None else Costs(task.cost, task.train)
+
+    def _costs_of(self, parts: Sequence[dict[int, DevicePart]]) -> list[float] | None:
+        """Returns the cost of each device's samples in a step, in samples of mean cost; None without costs."""
+        if self._costs is None:
+            return None
+        found = [0.0] * len(self._devices)
+        for row in parts:
+            for place, part in row.items():
+                found[place] += float(self._costs(part.micro.samples.numpy()).sum()) / self._costs.mean
+        return found
 
     def _cut(self, micro: MicroBatch, counts: Sequence[int]) -> dict[int, DevicePart]:
         """Cuts a micro-batch into the devices' parts. If it is ambiguous how to cut it, the first device gets all of

@@ -88,6 +88,9 @@ class TensorParallel(Strategy):
     tried: ClassVar[Found] = ((), {})
     """Result of running the model on the first samples. Set on the object that :meth:`prepared` returns."""
 
+    def for_own_loop(self) -> Strategy:
+        return self
+
     def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         if settings.compression is not None:
             raise ConfigurationError(

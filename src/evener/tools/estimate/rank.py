@@ -11,13 +11,14 @@ Samples are read as in a run, outside of these modes, and then replaced by fake 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +28,7 @@ from evener.components.offload import host_storage as outside
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.data.batch import Batch
+from evener.data.costs import Costs
 from evener.hardware import accelerators
 from evener.hardware.memory import MemoryTracker
 from evener.tools.estimate.fake_models import PretendedModel
@@ -94,7 +96,7 @@ def estimate_rank(
     device, traffic = place.device, Traffic()
     world = World(rank, world_size, device, mail, traffic, on_host=place.rounding == "cpu")
     model = PretendedModel(task.model)
-    pretended = replace(task, model=model)
+    pretended = replace(task, model=model, cost=_cost_without_fakes(task))
     with ExitStack() as stack:
         mode, answers = fake_mode(), FakeValues()
         session = stack.enter_context(world.session())
@@ -134,6 +136,19 @@ def estimate_rank(
             traffic.operators,
             traffic.moved,
         )
+
+
+def _cost_without_fakes(task: Task) -> Callable[[int], float] | None:
+    """Returns the task's costs as a function that may use tensors, which are real for it alone."""
+    if task.cost is None:
+        return None
+    costs = Costs(task.cost, task.train)
+
+    def cost(index: int) -> float:
+        with without_fakes():
+            return float(costs(np.array([index]))[0])
+
+    return cost
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from evener.tools.plan.candidates import (
 from evener.tools.plan.cluster import Cluster
 from evener.tools.plan.fitting import ROOM
 from evener.tools.plan.local_steps_way import by_local_steps
-from evener.tools.plan.plan import predicted, samples_of
+from evener.tools.plan.plan import COST_IGNORED, predicted, samples_of
 from evener.tools.plan.result import TrainingPlan, Way, best_all_reduce
 from evener.tools.plan.trials import NO_TIME, quiet
 from evener.tools.plan.work import StepWork, work_of
@@ -87,6 +87,8 @@ def plan_for_cluster(
             f"{built.name} can be trained in no way: "
             + "; ".join(f"{name}: {why}" for name, why in refused.items())
         )
+    notes = [] if cluster.is_measured else ["speeds are those of a catalogue and not measured"]
+    notes += [] if built.cost is None else [COST_IGNORED]
     return TrainingPlan(
         task=built.name,
         batch_size=batch_size,
@@ -98,7 +100,7 @@ def plan_for_cluster(
         price_per_hour=cluster.price_per_hour,
         devices=tuple(card.name for _, card in cluster.ranks[:most]),
         seconds=time.monotonic() - began,
-        notes=() if cluster.is_measured else ("speeds are those of a catalogue and not measured",),
+        notes=tuple(notes),
         at_scale=search.at_scale(ways),
     )
 

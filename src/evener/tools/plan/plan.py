@@ -52,6 +52,7 @@ TRIAL_SECONDS = 0.05, 1.0
 """The least and the most that the steps of a trial take."""
 BUSY = 0.5
 """A machine is busy if more programs than this part of its cores want to compute."""
+COST_IGNORED = "Task.cost is not considered: a rank's time is predicted by its number of samples"
 ESTIMATED = 5
 """So many of the fastest ways get an estimate of their memory."""
 
@@ -100,6 +101,8 @@ def make_plan(
             f"{calibration.load:.1f} programs wanted to compute on {usable_cores()} cores when the trials began: times "
             "are those of a busy machine, and uncertain"
         )
+    if built.cost is not None:
+        notes.append(COST_IGNORED)
     return TrainingPlan(
         task=built.name,
         batch_size=batch_size,

@@ -23,18 +23,28 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from evener.components.sharded_tensor.local import local
+from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.distributed.environment import Environment
 from evener.distributed.failure import is_communication_error
 from evener.distributed.loop_watch import LoopWatch
+from evener.distributed.mesh import DIVIDING_SAMPLES
 from evener.errors import EvenerError
 from evener.nn.dropout import drawing_apart
 from evener.nn.fqn import clean_name
+from evener.strategies.composed import degrees_of
 from evener.tools.verify.perturbation import disturb
 from evener.tools.verify.trajectory import RandomSketch, Sketches, as_real
 from evener.tools.verify_script.events import Event, Record, ScriptLines, What
+from evener.tools.verify_script.heard_loss import HeardLoss
+from evener.training.prepare.gradient_part import plain_of
+from evener.training.prepare.prepare import place_or_none
 
 _OF_ONE_DEVICE: dict[str, Any] = {"balance": "equal"}
-_OF_RANKS = ("balance", "max_shares", "share_multiple_of", "throttle", "throttle_at", "compress", "allreduce")
+_OF_RANKS = (
+    *("balance", "max_shares", "share_multiple_of", "throttle", "throttle_at", "compress", "allreduce"),
+    *("strategy", "strategy_option", "mesh"),
+)
 """Settings of a loop that have no meaning on one device."""
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _NOTHING = object()
@@ -90,7 +100,16 @@ class ScriptRecorder(LoopWatch):
 
     def settings(self, given: dict[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in given.items() if not (self._plan.alone and name in _OF_RANKS)}
-        return kept | (_OF_ONE_DEVICE if self._plan.alone else {}) | self._plan.settings
+        return kept | (_OF_ONE_DEVICE if self._plan.alone else {}) | self._settings_for(kept.get("mesh"))
+
+    def _settings_for(self, mesh: str | None) -> dict[str, Any]:
+        """Returns the settings of the plan, with as many weights as a mesh has parts of a batch."""
+        balance = self._plan.settings.get("balance")
+        if mesh is None or balance is None:
+            return self._plan.settings
+        degrees = degrees_of(mesh)
+        parts = math.prod(degrees.get(axis, 1) for axis in DIVIDING_SAMPLES)
+        return self._plan.settings | {"balance": ",".join(balance.split(",")[:parts]) if parts > 1 else None}
 
     def opened(self, close: Callable[[], None]) -> None:
         self._close = close
@@ -116,7 +135,7 @@ class ScriptRecorder(LoopWatch):
         self._undisturbed.clear()
         if not self.record.start:
             self._look_at_models()
-            self.record.start = self._sketches(self._parameters())
+            self.record.start = self._sketches(self._whole_parameters())
         self._drawn = _generators()
         self._most_in_batch = max(self._most_in_batch, self._steps_in_batch)
         self._steps_in_batch = self._most_in_batch if self._is_enough() else 0
@@ -130,7 +149,7 @@ class ScriptRecorder(LoopWatch):
         """
         if any(event.what is What.STEP for event in self.record.events):
             return {}
-        before, self._held = self._held, self._sketches(self._parameters())
+        before, self._held = self._held, self._sketches(self._whole_parameters())
         if all(before[name].equal(value) for name, value in self._held.items() if name in before):
             return {}
         self._steps += 1
@@ -198,14 +217,21 @@ class ScriptRecorder(LoopWatch):
         self._end_if_enough()
         named = self._held_by(optimizer)
         event = self._add(What.STEP, math.nan)
-        event.gradients = self._sketches({n: p.grad for n, p in named.items() if p.grad is not None})
+        gradients = ((name, p, plain_of(p.grad)) for name, p in named.items() if p.grad is not None)
+        event.gradients = self._sketches({name: _whole(grad, p) for name, p, grad in gradients})
         event.rates = tuple(float(group.get("lr", math.nan)) for group in optimizer.param_groups)
         self._open[id(optimizer)] = event
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if place_or_none() is None:  # else the weights may not be whole yet
+            self.stepped(optimizer)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         event = self._open.pop(id(optimizer), None)
         if event is not None:
-            event.weights = self._sketches(self._held_by(optimizer))
+            event.weights = self._sketches(
+                {name: _whole(p, p) for name, p in self._held_by(optimizer).items()}
+            )
             self._steps += 1
             self._steps_in_batch += 1
 
@@ -260,8 +286,9 @@ class ScriptRecorder(LoopWatch):
         return self.record.failed_after_cut
 
     def _at_the_end(self) -> None:
-        parameters = self._parameters()
-        tensors = {**parameters, **self._buffers()}
+        parameters = self._whole_parameters()
+        buffers = {name: _whole(buffer, buffer) for name, buffer in self._buffers().items()}
+        tensors = {**parameters, **buffers}
         types = {p.dtype for p in parameters.values() if p.dtype.is_floating_point}
         own = max((torch.finfo(each).eps for each in types), default=2.0**-52)
         self.record.mixed = self.record.eps > own
@@ -297,11 +324,14 @@ class ScriptRecorder(LoopWatch):
             for g, parameters in enumerate(groups)
             for n, p in enumerate(parameters)
         }
-        self.record.shapes.update((name, tuple(p.shape)) for name, p in found.items())
+        self.record.shapes.update((name, _whole_shape(p)) for name, p in found.items())
         return found
 
     def _parameters(self) -> dict[str, Tensor]:
         return self._named(nn.Module.named_parameters)
+
+    def _whole_parameters(self) -> dict[str, Tensor]:
+        return {name: _whole(p, p) for name, p in self._parameters().items()}
 
     def _buffers(self) -> dict[str, Tensor]:
         return self._named(nn.Module.named_buffers)
@@ -318,30 +348,15 @@ class ScriptRecorder(LoopWatch):
         return {name: self._sketch(f"{name} {tuple(tensor.shape)}", tensor) for name, tensor in named.items()}
 
 
-class HeardLoss:
-    """Wraps a loss and records its values.
+def _whole(value: Tensor, owner: Tensor) -> Tensor:
+    """Returns ``value``, a rank's part like ``owner``, as one device has it. A collective call if it is divided."""
+    place = place_or_none()
+    return value if place is None else place.learner.whole(value, owner)
 
-    Args:
-        loss: The function that is called.
-        made: The prepared loss, which provides all other attributes.
-        recorder: Records the values.
-    """
 
-    def __init__(self, loss: Any, made: Any, recorder: ScriptRecorder) -> None:
-        self._loss, self._made, self._recorder = loss, made, recorder
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self._loss, nn.Module):  # moves its class weights
-            self._loss.to(next((each.device for each in args if isinstance(each, Tensor)), "cpu"))
-        with self._recorder.inside():
-            value = self._loss(*args, **kwargs)
-        self._recorder.heard(value)
-        return value
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy and pickle look these up before __init__
-            raise AttributeError(name)
-        return getattr(self._made, name)
+def _whole_shape(owner: Tensor) -> tuple[int, ...]:
+    spec = shard_spec(owner)
+    return tuple(owner.shape) if spec is None else spec.whole_shape(local(owner.detach()).shape)
 
 
 def _number(roots: Any) -> float:

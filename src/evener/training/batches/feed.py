@@ -28,6 +28,7 @@ from evener.distributed.control_channel import Channel
 from evener.errors import ConfigurationError
 from evener.strategies.dataset_view import Reading
 from evener.strategies.learner import Learner
+from evener.training.batches.agreed_costs import cost_division
 from evener.training.batches.dataset_check import check_data
 from evener.training.batches.device_mix import settled
 from evener.training.batches.evaluation_options import EvaluationOptions
@@ -64,6 +65,7 @@ class BatchFeed:
                 "(--steps N, or steps=N)"
             )
         self._config, self._unlike = settled(config, learner.session, self._reading)
+        self._by_cost = cost_division(learner, self._config, self._reading.ranks, self._fractions)
         self.skips = Skips(self._reading.size, learner.session) if check_skipping(config, learner) else None
         self._loader: Loader | None = None
         self._prepared: tuple[tuple[Any, ...], Loader] | None = None
@@ -146,6 +148,7 @@ class BatchFeed:
             batch_size=self._batch_size,
             shares=self._shares,
             micro_batch=config.samples_at_once,
+            by_cost=self._by_cost,
             collate=self._learner.task.collate,
             workers=config.workers,
             device=self._learner.session.device,
@@ -209,6 +212,24 @@ class BatchFeed:
         assert self.balancer is not None
         return self.balancer.shares(step, size)
 
+    def _fractions(self, step: int, size: int) -> Sequence[float]:
+        assert self.balancer is not None
+        return self.balancer.fractions(step, size)
+
+    @property
+    def divides_by_cost(self) -> bool:
+        """True if shares are fractions of the cost of a batch."""
+        return self._by_cost is not None and self._reading.ranks > 1
+
+    def _asked(self, step: Step) -> tuple[Sequence[int], tuple[float, ...] | None]:
+        """Returns the shares of a step as the balancer gave them and, if it was divided by cost, the costs of the parts
+        in samples of mean cost."""
+        batch = step.batch
+        if self._by_cost is None:
+            return batch.shares, None
+        mean = self._by_cost.costs.mean
+        return self._shares(step.number, batch.size), tuple(cost / mean for cost in batch.costs)
+
     def observe_step(self, step: Step) -> None:
         """Processes a step once all ranks know its times and its number of unreadable samples.
 
@@ -228,14 +249,19 @@ class BatchFeed:
 
         The time of a part is that of its slowest rank. Only parts that had samples have one.
         """
-        shares = step.batch.shares
         if self._alone is not None and step.speeds is not None:
-            self._alone.hear(step.number, shares, _of_own_work(step), step.speeds, step.lines)
+            shares, costs = self._asked(step)
+            own = None if costs is None else costs[self._learner.data.index]
+            self._alone.hear(step.number, shares, _of_own_work(step), step.speeds, step.lines, own)
         elif self._learns:
             assert self.balancer is not None
             of_parts = self._learner.data.slowest(self._of_work_alone(step))
-            known = [time if n else math.nan for n, time in zip(shares, of_parts, strict=True)]
-            self.balancer.observe(step.number, shares, known)
+            known = [time if n else math.nan for n, time in zip(step.batch.shares, of_parts, strict=True)]
+            shares, costs = self._asked(step)
+            if costs is None:
+                self.balancer.observe(step.number, shares, known)
+            else:
+                self.balancer.observe_costs(step.number, shares, costs, known)
             self._graphs = step.graphs
 
     def _of_work_alone(self, step: Step) -> Sequence[float]:
@@ -260,7 +286,8 @@ class BatchFeed:
             return None
         if step is None:
             return SpeedReport.silent()
-        return self._alone.voice(step.batch.shares[self._learner.data.index], _of_own_work(step))
+        (shares, costs), index = self._asked(step), self._learner.data.index
+        return self._alone.voice(shares[index], _of_own_work(step), None if costs is None else costs[index])
 
     def line(self) -> Sequence[float]:
         """Returns the line of this rank's speed model if all ranks are asked for theirs; otherwise nothing."""
@@ -318,6 +345,7 @@ def check_rounds(config: RunConfig, learner: Learner, rounds: Rounds | Sections)
         "non_finite=skip, for a step that is left out is one of a single replica": config.non_finite
         == "skip",
         "skipping samples that cannot be read": config.on_bad_sample == "skip",
+        "Task.cost, for replicas take numbers of samples": learner.task.cost is not None,
     }
     if isinstance(rounds, Sections) or rounds.parts != learner.session.world_size:
         balance = config.balance or "equal"

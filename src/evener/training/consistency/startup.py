@@ -39,7 +39,7 @@ _OWN = {"run_dir", "resume", "weights", "overwrite", "device", "processes", "wor
 _OF_DEVICE = {"params", "foreach", "fused", "capturable"}
 """Options of an optimizer's groups that may differ between devices."""
 _FORM = "the model"
-_OPTIONAL = ("evaluate", "penalty", "scheduler", "collate", "average")
+_OPTIONAL = ("evaluate", "penalty", "scheduler", "collate", "average", "cost")
 """Optional parts of a task."""
 
 

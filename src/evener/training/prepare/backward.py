@@ -15,7 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from evener.components.sharded_tensor.local import is_divided
 from evener.errors import ConfigurationError
+from evener.training.prepare.delayed_hooks import OF_WEIGHTS
 from evener.training.prepare.loop_state import LoopState
 
 _ROUNDINGS = 8
@@ -169,7 +171,7 @@ class Passes:
 
     def concerns(self, roots: Sequence[Any], only_losses: bool) -> list[Tensor] | None:
         """Implements :meth:`Taker.concerns`."""
-        if self._place.is_over or self._place.is_in_pass or self._mean.ranks == 1:
+        if self._place.is_over or self._place.is_in_pass or self._place.world_size == 1:
             return None
         has_loss, leaves = ends_of(roots, lambda node: getattr(node, "place", None) is self._place)
         if has_loss or (not only_losses and any(map(self._mean.owns, leaves))):
@@ -181,6 +183,8 @@ class Passes:
     ) -> None:
         """Runs a backward pass, and sums the gradients over the ranks unless that is delayed."""
         self._place.look_for_changes()
+        if any(map(is_divided, roots)):
+            raise ConfigurationError(OF_WEIGHTS)
         others = {leaf: leaf.grad for leaf in leaves if not self._mean.owns(leaf)}
         for leaf in others:
             leaf.grad = None
@@ -207,6 +211,11 @@ class Passes:
         Raises:
             ConfigurationError: For other tensors, whose gradients cannot be summed, or a graph of gradients.
         """
+        if any(map(self._mean.is_summed_in_backward, inputs)):
+            raise ConfigurationError(
+                "torch.autograd.grad was asked for the gradient of a weight that is divided over the ranks, which only "
+                "backward() sums: call that and read .grad, or use strategy 'ddp'"
+            )
         strange = next((each for each in inputs if not self._is_known(each)), None)
         if create_graph or strange is not None:
             what = (
@@ -231,7 +240,7 @@ class Passes:
             ConfigurationError: If those are not the same on all ranks.
         """
         place = self._place
-        if place.is_over or place.is_in_pass or self._mean.ranks == 1 or not place.rows:
+        if place.is_over or place.is_in_pass or place.world_size == 1 or not place.rows:
             return
         self._mean.check_alike(
             [

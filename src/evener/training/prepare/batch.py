@@ -20,9 +20,9 @@ from evener.data.batch import Batch, MicroBatch, map_leaves, move
 from evener.data.division import own_slice
 from evener.data.fingerprint import digest_of
 from evener.errors import ConfigurationError, DataError
-from evener.training.factory import balancer_called
 from evener.training.prepare.batch_tensors import marked
-from evener.training.prepare.loop_state import CurrentBatch, LoopState
+from evener.training.prepare.current_batch import CurrentBatch
+from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.prepare import current, settings
 from evener.training.prepare.sample_tensor import leaves_of
 
@@ -44,7 +44,7 @@ class Batches:
 
     def __init__(self, config: RunConfig, place: LoopState) -> None:
         self._place = place
-        self.balancer = balancer_called(config.balance or "equal", config, place.world_size, _AHEAD)
+        self.balancer = place.balancer(config, _AHEAD)
         self.step = 0
 
     @contextmanager
@@ -65,8 +65,9 @@ class Batches:
 
     def _current_batch(self, size: int, mark: float, dim: int) -> tuple[CurrentBatch, slice]:
         shares = self.balancer.shares(self.step, size)
-        counts = bool(shares[self._place.rank])
-        own = own_slice(shares, self._place.rank) if counts else slice(0, 1)
+        part = self._place.data.index
+        counts = bool(shares[part])
+        own = own_slice(shares, part) if counts else slice(0, 1)
         micro = MicroBatch(None, None, torch.arange(own.start, own.stop), int(counts))
         batch = Batch(0, self.step, self.step * size, size, tuple(shares), [micro], last=False)
         return CurrentBatch(batch, mark, dim=dim), own

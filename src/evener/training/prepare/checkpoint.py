@@ -31,8 +31,10 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
         CheckpointError: If the file could not be written; on all ranks.
     """
     place = current("evener.save")
+    states = {name: thing.state_dict() for name, thing in objects.items() if hasattr(thing, "state_dict")}
+    values = {name: thing for name, thing in objects.items() if name not in states}
     message = place.session.control.broadcast_object(
-        _written(Path(path), objects, place) if place.rank == 0 else ""
+        _written(Path(path), states, values, place) if place.rank == 0 else ""
     )
     if message:
         raise CheckpointError(
@@ -71,10 +73,8 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
     return dict(values)
 
 
-def _written(path: Path, objects: dict[str, Any], place: LoopState) -> str:
+def _written(path: Path, states: dict[str, Any], values: dict[str, Any], place: LoopState) -> str:
     """Writes the file. Returns an error message, or "" if it was written."""
-    states = {name: thing.state_dict() for name, thing in objects.items() if hasattr(thing, "state_dict")}
-    values = {name: thing for name, thing in objects.items() if name not in states}
     found = {
         "format": _FORMAT,
         "states": states,

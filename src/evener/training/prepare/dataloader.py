@@ -26,10 +26,11 @@ from evener.balance.base import Balancer
 from evener.core.config.run_config import RunConfig
 from evener.data.batch import Batch, MicroBatch, map_leaves, move
 from evener.data.division import own_slice
+from evener.data.tensor_rows import RowBatches, as_read, rows_of
 from evener.errors import ConfigurationError
-from evener.training.factory import balancer_called
 from evener.training.prepare.batch_tensors import marked
-from evener.training.prepare.loop_state import CurrentBatch, LoopState
+from evener.training.prepare.current_batch import CurrentBatch
+from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.rng import apart
 from evener.training.prepare.stream import WholeBatches
 
@@ -96,7 +97,7 @@ class Shares:
     def _share(self, indices: list[Any], index: int, position: int) -> tuple[Batch, list[Any]]:
         shares = self._balancer.shares(self.step, len(indices))
         self.step += 1
-        own = indices[own_slice(shares, self._place.rank)]
+        own = indices[own_slice(shares, self._place.data.index)]
         samples = torch.tensor([_number(each) for each in own or indices[:1]], dtype=torch.int64)
         micro = MicroBatch(None, None, samples, int(bool(own)))
         batch = Batch(self.epoch, index, position, len(indices), tuple(shares), [micro], last=False)
@@ -125,21 +126,23 @@ class PreparedLoader:
         self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
         self.sampler, self.batch_sampler = loader.sampler, loader.batch_sampler
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
-        self.balancer = balancer_called(config.balance or "equal", config, place.world_size, ahead + 2)
+        self.balancer = place.balancer(config, ahead + 2)
         self._shares = Shares(loader.batch_sampler, self.balancer, place)
         kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
-        self._generator = apart(0, place.rank)
+        self._generator = apart(0, place.data.index)
         self._stream: WholeBatches | None = None
         self._collate = loader.collate_fn
         if isinstance(loader.dataset, IterableDataset):
             options = {name: value for name, value in kept.items() if name not in ("dataset", "collate_fn")}
             self._stream = WholeBatches(loader, options, self._generator, place)
         else:
-            self._reader: DataLoader[Any] = DataLoader(
-                batch_sampler=self._shares,
-                generator=self._generator,
-                **kept,
-            )
+            rows = None if loader.num_workers else rows_of(loader.dataset, loader.collate_fn)
+            if rows is not None:
+                kept |= {"dataset": RowBatches(rows), "collate_fn": as_read}
+            drawn: dict[str, Any] = {"batch_sampler": self._shares}
+            if rows is not None:
+                drawn = {"sampler": self._shares, "batch_size": None}
+            self._reader: DataLoader[Any] = DataLoader(generator=self._generator, **drawn, **kept)
         self._handed_out = self._passes = 0
         self._current_batch: CurrentBatch | None = None
         self._began = self._ordered = place.random.held()
@@ -207,8 +210,8 @@ class PreparedLoader:
         if self._passes == 1 or not (self.given.persistent_workers and self.given.num_workers):
             with self._place.random.drawn():
                 seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.given.generator))
-            rank = self._place.rank if self._stream is None else 0  # all ranks read the same stream
-            self._generator.set_state(apart(seed, rank).get_state())
+            part = self._place.data.index if self._stream is None else 0  # all ranks read the same stream
+            self._generator.set_state(apart(seed, part).get_state())
         return (
             iter(self._reader)
             if self._stream is None

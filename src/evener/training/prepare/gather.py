@@ -19,8 +19,12 @@ from evener.training.prepare.loop_state import LoopState
 
 
 def gathered(leaf: Tensor, shares: Sequence[int], place: LoopState) -> Tensor:
-    """Returns (rows of all ranks, ...) for (rows of this rank, ...), of which the first ``shares[rank]`` count."""
-    own = leaf[: shares[place.rank]]
+    """Returns (rows of the whole batch, ...) for (rows of this rank's part, ...).
+
+    Args:
+        shares: The numbers of rows of the parts, in order. So many of the first rows of each count.
+    """
+    own = leaf[: shares[place.data.index]]
     if not (own.requires_grad and torch.is_grad_enabled()):
         return _rows(own, shares, place)
     found: Tensor = _Gathered.apply(own, tuple(shares), place)  # type: ignore[no-untyped-call]
@@ -30,8 +34,11 @@ def gathered(leaf: Tensor, shares: Sequence[int], place: LoopState) -> Tensor:
 def _rows(own: Tensor, shares: Sequence[int], place: LoopState) -> Tensor:
     if place.world_size == 1:
         return own.detach()
-    here = own.detach().to(place.session.device)  # the backend sends from this device
-    return rows_of_all(here, shares, place.session.world).to(own.device)
+    speaker_of = dict(zip(place.data.speakers, shares, strict=True))
+    sent = own if place.rank in speaker_of else own[:0]  # one rank of those that compute a part sends it
+    here = sent.detach().to(place.session.device)  # the backend sends from this device
+    counts = [speaker_of.get(rank, 0) for rank in range(place.world_size)]
+    return rows_of_all(here, counts, place.session.world).to(own.device)
 
 
 class _Gathered(torch.autograd.Function):
@@ -39,7 +46,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, shares: tuple[int, ...], place: LoopState) -> Tensor:
-        ctx.place, ctx.own = place, own_slice(shares, place.rank)
+        ctx.place, ctx.own = place, own_slice(shares, place.data.index)
         found = _rows(own, shares, place)
         return found.clone() if found.data_ptr() == own.data_ptr() else found
 

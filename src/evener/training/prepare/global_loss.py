@@ -74,6 +74,7 @@ def joined(
     rows = _exchanged(place, code, value, number, _graph_of(total, place))
     graphs = [int(row[3] % 4) for row in rows]
     _check_finite(place, rows, graphs)
+    rows = place.data.of_contributors(rows)
     over = divisor(sum(row[2] for row in rows))
     result = sum(row[1] for row in rows) / over if over else math.nan
     if _BEHIND in graphs:
@@ -225,4 +226,4 @@ def over_of_all(place: LoopState, stays: bool, value: Tensor | None, rows: int) 
     if is_other:
         values_text = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(values))
         raise LossError(_OTHERWISE.format(values=values_text))
-    return sum(row[2] for row in rows_at_end)
+    return sum(row[2] for row in place.data.of_contributors(rows_at_end))

@@ -15,22 +15,27 @@ without a mark, set by the loop itself, must be the same on all ranks, and is co
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from evener.collectives.base import AllReduce
 from evener.components import gradients
+from evener.components.sharded_tensor.local import is_divided
+from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.distributed.mesh import DIVIDING_TERMS
 from evener.errors import ConfigurationError, DivergenceError
 from evener.strategies.learner import Learner
 from evener.strategies.reducer import all_reduce_of, sum_in_buckets, sum_together
-from evener.torch_internals.autograd import Hooks, give_hooks, hooks_of, version
+from evener.torch_internals.autograd import version
 from evener.training.consistency.replicas import digest, together
+from evener.training.prepare.delayed_hooks import DelayedHooks, refuse_gradient
+from evener.training.prepare.gradient_part import ShownParts
 from evener.training.prepare.rank_checks import UNLIKE, WAY_OUT, check_factors, check_roots, check_trained
 
 Exchange = Callable[..., list[list[float]]]
@@ -55,8 +60,10 @@ class MeanOfRanks:
         self._all_reduce: AllReduce | None = None
         self._touched: set[nn.Parameter] = set()
         """Parameters that passes have reached since the last sum."""
-        self._kept: dict[nn.Parameter, tuple[Hooks, Tensor | None]] = {}
-        """During a pass: hooks that have to wait for the sum, and the gradient before the pass."""
+        self._lacking: set[nn.Parameter] = set()
+        """Parameters summed in backward whose gradient is zero because no pass on this rank has reached them."""
+        self._hooks = DelayedHooks(self._name)
+        self._watched: list[RemovableHandle] = []
         self._root, self._tolerance = 0.0, 0.0
         self.incoming = 0.0
         """Sum of the gradients that passes brought to prepared losses."""
@@ -68,12 +75,22 @@ class MeanOfRanks:
             raise ConfigurationError(
                 f"{len(models)} models: put them into one module, or {_MOST_MODELS} at most"
             )
+        self.close()
         self._learner = learner
         self._models = [list(model.parameters()) for model in models]
         self._own = set(chain.from_iterable(self._models))
+        specs = {p: shard_spec(p) for p in self._own if not is_divided(p)}
+        pieces = {p: spec for p, spec in specs.items() if spec is not None}
+        self.shown = ShownParts(pieces, learner.mesh, self._exchange)
+        self._is_gathered = any(map(is_divided, self._own))
+        """True if passes gather weights."""
+        self._in_backward = {p for p in self._own if learner.synchronizer.sums_in_backward(p)}
+        """Parameters whose gradients backward sums itself, each rank's part of them."""
+        for parameter in self._in_backward:
+            if is_divided(parameter) and parameter.requires_grad:
+                self._watched.append(parameter.register_hook(refuse_gradient))  # type: ignore[no-untyped-call]
         group = learner.mesh.group(*DIVIDING_TERMS)
         self._ranks = 1 if group is None else group.size()
-        self.close()
         if group is not None:
             self._all_reduce = all_reduce_of(learner, group)
         self._sparse = gradients.sparse_weights(learner.model)
@@ -81,7 +98,10 @@ class MeanOfRanks:
     def release(self) -> None:
         """Drops the models, until others are given."""
         self._models, self._own, self._sparse = [], set(), set()
+        self._in_backward.clear()
+        self.shown = ShownParts({}, self._learner.mesh, self._exchange)
         self._touched.clear()
+        self._lacking.clear()
         del self._learner
 
     @property
@@ -92,6 +112,10 @@ class MeanOfRanks:
     def owns(self, tensor: Tensor) -> bool:
         """Returns True for a parameter of the models."""
         return tensor in self._own
+
+    def is_summed_in_backward(self, tensor: Any) -> bool:
+        """Returns True for a parameter of which each rank has a part, whose gradient backward sums."""
+        return isinstance(tensor, Tensor) and tensor in self._in_backward
 
     @contextmanager
     def delayed(self) -> Iterator[None]:
@@ -115,23 +139,41 @@ class MeanOfRanks:
         Raises:
             ConfigurationError: If a parameter's gradient has a hook and the sum is delayed.
         """
+        self.shown.hide()
         self.check_all_summed("a backward pass")
-        self._put_hooks_off()
-        present = [p for p in self._own if p.grad is not None]
+        self._hooks.put_off(chain.from_iterable(self._models), self._in_backward, self._delayed)
+        summed_later = self._own - self._in_backward
+        present = [p for p in summed_later if p.grad is not None]
         for parameter in present:
             self._become_part(parameter)
         before = {p: (p.grad, version(p.grad)) for p in present if p.grad is not None}
+        empty = {p for p in self._in_backward if p.grad is None}
         try:
-            run(1 / self._ranks)
+            with self._learner.synchronizer.micro_batch(last=True) if self._is_gathered else nullcontext():
+                run(1 / self._ranks)
         except BaseException:
-            self._restore_hooks()
+            self._hooks.restore()
             raise
         self._root, self._tolerance = self._root + root, max(self._tolerance, tolerance)
-        for parameter in self._own:
+        self._take_summed(empty)
+        for parameter in summed_later:
             gradient, (older, number) = parameter.grad, before.get(parameter, (None, 0))
             if gradient is not None and (gradient is not older or version(gradient) != number):
                 self._touched.add(parameter)
                 _mark(parameter, _PART)
+
+    def _take_summed(self, empty: Collection[nn.Parameter]) -> None:
+        """Marks the gradients that backward has summed. ``empty`` are the parameters that had none before."""
+        if not self._in_backward:
+            return
+        without = set(self._learner.synchronizer.unused(self._in_backward))
+        for parameter in self._in_backward:
+            if self._name(parameter) not in without:
+                self._touched.add(parameter)
+                self._lacking.discard(parameter)
+            elif parameter in empty:
+                self._lacking.add(parameter)
+            _mark(parameter, _WHOLE)
 
     def _become_part(self, parameter: nn.Parameter) -> None:
         if _mark_of(parameter) != _PART and parameter.grad is not None:
@@ -145,47 +187,6 @@ class MeanOfRanks:
                 parameter.grad.mul_(self._ranks)
             _mark(parameter, _WHOLE)
 
-    def _put_hooks_off(self) -> None:
-        for model in self._models:
-            for parameter in model:
-                hooks = hooks_of(parameter)
-                if hooks is not None and self._delayed:
-                    raise ConfigurationError(
-                        f"{self._name(parameter)} has a hook on its gradient, which wants the gradient of the whole "
-                        "batch, and evener.no_sync puts that off: leave one of them out"
-                    )
-                if hooks is not None and parameter not in self._kept:
-                    self._kept[parameter] = hooks, parameter.grad
-                    give_hooks(parameter, (None, {}))
-                    parameter.grad = None
-
-    def _restore_hooks(self) -> None:
-        """Restores hooks and gradients after a pass has failed."""
-        for parameter, (hooks, gradient) in self._kept.items():
-            give_hooks(parameter, hooks)
-            parameter.grad = gradient
-        self._kept.clear()
-
-    @torch.no_grad()
-    def _call_hooks(self) -> None:
-        """Calls the hooks that had to wait, with the gradients of all ranks."""
-        kept, self._kept = self._kept, {}
-        for parameter, (hooks, _) in kept.items():
-            give_hooks(parameter, hooks)
-        for parameter, ((before, after), older) in kept.items():
-            found = parameter.grad
-            if found is None:
-                parameter.grad = older
-                continue
-            for hook in list((before or {}).values()):
-                changed = hook(found)
-                found = found if changed is None else changed
-            parameter.grad = found if older is None else older.add_(found)
-            _mark(parameter, _WHOLE)
-            for hook in list((after or {}).values()):
-                with torch.enable_grad():
-                    hook(parameter)
-
     # The sum
 
     def __call__(self) -> None:
@@ -197,16 +198,18 @@ class MeanOfRanks:
         if self._delayed:
             return
         try:
-            if self._all_reduce is not None:
-                for parameters in self._chosen():
-                    self._sum_of(parameters, self._all_reduce)
-            for parameter in self._own:
+            for parameters in self._chosen():
+                self._sum_of(parameters)
+            for parameter in self._own - self._in_backward:
                 self._become_whole(parameter)
+            self._learner.synchronizer.make_alike(chain.from_iterable(self._models))
         except BaseException:
-            self._restore_hooks()
+            self._hooks.restore()
             raise
         self._touched.clear()
-        self._call_hooks()
+        self._lacking.clear()
+        self._hooks.call(lambda parameter: _mark(parameter, _WHOLE))
+        self.shown.show()
 
     def _exchange_roots(self, mask: int, absent: int) -> list[list[float]]:
         """Exchanges and checks the roots of all passes since the last sum. Returns the rows of all ranks.
@@ -227,26 +230,36 @@ class MeanOfRanks:
     def _chosen(self) -> list[list[nn.Parameter]]:
         """Returns, for each model that a pass reached on any rank, the parameters with a gradient on any rank."""
         mask = sum(2**n for n, model in enumerate(self._models) if not self._touched.isdisjoint(model))
-        absent = sum(p.grad is None for model in self._models for p in model if p.requires_grad)
+        absent = sum(self._is_absent(p) for model in self._models for p in model if p.requires_grad)
         rows = self._exchange_roots(mask, absent)
         chosen = [model for n, model in enumerate(self._models) if any(int(row[0]) >> n & 1 for row in rows)]
         if not any(row[1] for row in rows):
             return [[p for p in model if p.requires_grad] for model in chosen]
-        own = [[p.requires_grad and p.grad is not None for p in model] for model in chosen]
-        return [
-            [p for p, found in zip(model, flags, strict=True) if found]
-            for model, flags in zip(chosen, self._anywhere(own), strict=True)
-        ]
+        own = [[p.requires_grad and not self._is_absent(p) for p in model] for model in chosen]
+        found = [dict(zip(*pair, strict=True)) for pair in zip(chosen, self._anywhere(own), strict=True)]
+        for parameter in self._lacking:
+            if not any(model.get(parameter) for model in found):
+                parameter.grad = None  # as on one device: no rank has reached it
+        return [[p for p, is_there in model.items() if is_there] for model in found]
+
+    def _is_absent(self, parameter: nn.Parameter) -> bool:
+        return parameter.grad is None or parameter in self._lacking
 
     def _anywhere(self, own: list[list[bool]]) -> list[list[bool]]:
         said = self._learner.session.control.gather_objects(own)
         return [[any(flags) for flags in zip(*each, strict=True)] for each in zip(*said, strict=True)]
 
     @torch.no_grad()
-    def _sum_of(self, parameters: Iterable[nn.Parameter], all_reduce: AllReduce) -> None:
-        present = list(parameters)
-        sum_in_buckets(present, self._sparse, self._learner.settings.bucket_nbytes, all_reduce)
-        for parameter in present:
+    def _sum_of(self, parameters: Iterable[nn.Parameter]) -> None:
+        given = list(parameters)
+        for parameter in self._in_backward.intersection(given):
+            if parameter.grad is None:  # another rank's part has one
+                parameter.grad = torch.zeros_like(parameter)
+        present = [p for p in given if p not in self._in_backward]
+        if self._all_reduce is not None:
+            nbytes = self._learner.settings.bucket_nbytes
+            sum_in_buckets(present, self._sparse, nbytes, self._all_reduce)
+        for parameter in given:
             _mark(parameter, _WHOLE)
 
     @torch.no_grad()
@@ -274,7 +287,9 @@ class MeanOfRanks:
         """Returns the parameters that have a gradient without a mark."""
         if self._ranks == 1:
             return []
-        found = {p for p in parameters if p.grad is not None and _mark_of(p) is None}
+        # Of a divided parameter a rank has its part alone, which cannot be compared with that of others.
+        whole = (p for p in parameters if shard_spec(p) is None)
+        found = {p for p in whole if p.grad is not None and _mark_of(p) is None}
         return [p for model in self._models for p in model if p in found]
 
     def check_all_summed(self, where: str, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -335,13 +350,18 @@ class MeanOfRanks:
         return self._learner.names.get(parameter, "a parameter")
 
     def check_sound(self, parameters: Iterable[nn.Parameter], step: int) -> None:
-        """Checks the gradients before the update of step ``step``.
+        """Checks the gradients before the update of step ``step``. A collective call if a rank has parts of some.
 
         Raises:
             DivergenceError: If one is not finite, on all ranks alike.
         """
-        self._learner.look_at(p for p in parameters if p in self._learner.names)
-        name = self._learner.unsound.name()
+        learner = self._learner
+        learner.look_at(p for p in parameters if p in learner.names)
+        name, unsound = learner.unsound.name(), 0.0
+        if self._in_backward or learner.mesh.data.degree != learner.session.world_size:
+            unsound = float(1 + learner.names_in_order.index(name)) if name else 0.0
+            worst = int(max(row[0] for row in self._exchange("optimizer.step()", unsound)))
+            name = learner.names_in_order[worst - 1] if worst else None
         if name is not None:
             raise DivergenceError(
                 f"the gradient of {name} is not finite before the update of step {step}: the run stops here. Try a "
@@ -349,7 +369,9 @@ class MeanOfRanks:
             )
 
     def close(self) -> None:
-        """Releases the all-reduce."""
+        """Releases the all-reduce, and removes hooks."""
+        while self._watched:
+            self._watched.pop().remove()
         all_reduce, self._all_reduce = self._all_reduce, None
         if all_reduce is not None:
             all_reduce.close()

@@ -107,7 +107,9 @@ def draw(function: Callable[..., Tensor], *sizes: int, **options: Any) -> Tensor
     current_batch = place.current_batch("evener.draw was called")
     with place.random.drawn():
         whole = function(current_batch.batch.size, *sizes, **options)
-    own = whole[own_slice(current_batch.batch.shares, place.rank)] if current_batch.samples else whole[:1]
+    own = (
+        whole[own_slice(current_batch.batch.shares, place.data.index)] if current_batch.samples else whole[:1]
+    )
     return own.to(place.session.device)
 
 

@@ -9,28 +9,31 @@ import gc
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from evener.data.batch import Batch, MicroBatch
+from evener.balance.base import Balancer
+from evener.core.config.run_config import RunConfig
 from evener.distributed.loop_watch import loop_watch
+from evener.distributed.mesh import DataAxis
 from evener.distributed.session import Session
 from evener.distributed.shm.scoreboard import quickest
 from evener.errors import ConfigurationError
-from evener.hardware.async_read import Readout
 from evener.hardware.timers import stopwatch, waiting
 from evener.nn.batch_norm import BatchNorm, normalize_by_batches
-from evener.nn.context import Scope
 from evener.strategies.buffers import share_buffers
 from evener.strategies.learner import Learner
 from evener.strategies.timing import WorkTimer
 from evener.training.consistency.replicas import digest, together
+from evener.training.factory import balancer_called
 from evener.training.prepare.batch_tensors import check_at_hand
+from evener.training.prepare.current_batch import CurrentBatch
 from evener.training.prepare.gradient_mean import MeanOfRanks
+from evener.training.prepare.learner_of_loop import LearnerOfLoop
+from evener.training.prepare.loop_division import LoopDivision
 from evener.training.prepare.model_outputs import Outputs
 from evener.training.prepare.rank_checks import (
     WAITS,
@@ -56,61 +59,9 @@ CROSSED = (
 )
 
 
-@dataclass(eq=False)
-class CurrentBatch:
-    """A batch that the loop is computing with."""
-
-    batch: Batch
-    """This rank's share, and what all ranks know of the whole batch, without the samples themselves."""
-    mark: float
-    """Number that identifies the batch. It is the same on all ranks if they have the same samples."""
-    worked: Readout | None = None
-    """Seconds of this rank's own work at the end of the last backward pass with it. None before the first."""
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    is_counted: bool = False
-    """True if a mean was taken over as many terms as the rank has samples."""
-    counted: set[int] = field(default_factory=set)
-    """Integers that were counted over all ranks."""
-    dim: int = 0
-    """The dimension of the samples in tensors."""
-    is_crossed: bool = False
-    """True if the loop used another loader at once, and this rank's shares of the two batches differ in size.
-
-    Then the batch that a loss belongs to is unknown.
-    """
-    is_left: bool = False
-    """True if the loop was left at this batch."""
-    scope: AbstractContextManager[Scope | None] = field(default_factory=nullcontext)
-    """The context that layers see while the loop computes with this batch."""
-
-    @property
-    def micro(self) -> MicroBatch:
-        """This rank's share."""
-        return self.batch.micro_batches[0]
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """Number of samples of each rank."""
-        return self.batch.shares
-
-    @property
-    def samples(self) -> int:
-        """Number of samples that count on this rank."""
-        return self.micro.size
-
-    def differs(self, other: CurrentBatch) -> bool:
-        """Returns True if a loss may have taken the samples of one batch for those of the other."""
-        if self.is_counted or other.is_counted:
-            return self.samples != other.samples
-        return bool(self.samples) != bool(other.samples)
-
-
 def held_by(learner: Learner, number: int) -> list[nn.Module]:
     """Returns the learner's models as they are now."""
     return [learner.model] if number == 1 else list(learner.model.children())
-
-
-MakeLearner = Callable[[list[nn.Module], Session], Learner]
 
 
 class LoopState:
@@ -122,14 +73,15 @@ class LoopState:
     """
 
     def __init__(
-        self, session: Session, make: MakeLearner, models: list[nn.Module], random: CommonRandom
+        self, session: Session, make: LearnerOfLoop, models: list[nn.Module], random: CommonRandom
     ) -> None:
         self.session, self.random = session, random
-        self._make = make
-        learner = make(models, session)
+        self.make = make
+        self.division = LoopDivision(self._meeting, lambda: self.is_in_pass)
+        learner = self.division.set_up(make, models, session)
         models = held_by(learner, len(models))
         self._learners = [learner]
-        self._held = _layers(models)
+        self._held = self._layers(models)
         self._models = list(models)
         self._control: Exchange = quickest(session)
         self.work_timer = WorkTimer(stopwatch(session.device), learner.settings.throttle, session.rank)
@@ -168,6 +120,24 @@ class LoopState:
     @property
     def world_size(self) -> int:
         return self.session.world_size
+
+    @property
+    def data(self) -> DataAxis:
+        """Which ranks compute which part of a batch."""
+        return self.learner.data
+
+    def balancer(self, config: RunConfig, ahead: int) -> Balancer:
+        """Returns the balancer of a loader.
+
+        Args:
+            ahead: The number of batches that may be drawn before the times of the first are known.
+        """
+        divides = (
+            self.data.degree > 1 or self.world_size == 1
+        )  # else weights are those of the parts of the model
+        return balancer_called(
+            config.balance or "equal" if divides else "equal", config, self.data.degree, ahead
+        )
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -247,13 +217,15 @@ class LoopState:
         batch.is_crossed = any(batch.differs(other) for other in later)
         self._current.remove(batch)
         batch.scope.__exit__(None, None, None)
+        self.learner.synchronizer.free_gathered()
         self.outputs.clear()
         if self._measured is batch:
             self._measured = None
             self.work_timer.__exit__(None)
 
     def finish(self, batch: CurrentBatch) -> list[float]:
-        """Returns each rank's seconds of own work with the batch; NaN if it did not train with it. A collective call.
+        """Returns the seconds of own work with each part of the batch; NaN if nobody trained with it. All ranks must
+        call this together.
 
         Raises:
             ConfigurationError: If gradients of this rank's samples alone are left, the ranks have different batches, or
@@ -275,9 +247,16 @@ class LoopState:
             share_buffers(self.learner, batch.batch)
         if any(row[4] for row in rows):
             self.learner.graphs.agree(self.session.control.gather_objects)
-        return [row[1] for row in rows]
+        return self.data.slowest([row[1] for row in rows])
 
     # The models
+
+    @contextmanager
+    def _meeting(self, what: str) -> Iterator[None]:
+        """Context for what all ranks do together, but no loss of a batch."""
+        self.exchange(what)
+        with self.session.watchdog.explained(), self.session.watchdog.phase(what), waiting():
+            yield
 
     def look_for_changes(self) -> None:
         """Takes over layers that the loop has put in, with the weights of rank 0. A collective call if there are any.
@@ -285,9 +264,10 @@ class LoopState:
         Raises:
             ConfigurationError: If only some ranks have any, or they come in mid-batch with weights that differ.
         """
-        now = _layers(self._models)
+        now = self._layers(self._models)
         if len(now) == len(self._held) and all(map(operator.is_, now, self._held)):
             return
+        self.division.check_may_change(self.make.strategy)
         rows = self.exchange("layers that were put in or taken out", float(self._weights_now()))
         if self._current and len({row[0] for row in rows}) > 1:
             raise ConfigurationError(
@@ -296,16 +276,25 @@ class LoopState:
             )
         self.renew(self._models)
 
+    def _layers(self, models: Sequence[nn.Module]) -> list[nn.Module | nn.Parameter]:
+        """Returns all modules and parameters of the models. Those of a divided model are whole at times."""
+        found: list[nn.Module | nn.Parameter] = []
+        for model in models:
+            found += model.modules()
+            found += () if self.division.of_model else model.parameters()
+        return found
+
     def _weights_now(self) -> int:
         """Returns a checksum of all parameters."""
         found = [digest(p) for model in self._models for p in model.parameters()]
         return int(together({str(n): number.item() for n, number in enumerate(found)}))
 
-    def add(self, models: list[nn.Module], make: MakeLearner) -> None:
+    def add(self, models: list[nn.Module], make: LearnerOfLoop) -> None:
         """Adds ``models`` to those of earlier calls that the loop still holds. A collective call."""
+        self.division.check_may_change(self.make.strategy)
         self.strangers = 0  # updates before this call belong to no prepared batch
         self.exchange("evener.prepare")
-        self._make = make
+        self.make = make
         self.renew([*self._still_held(), *models])
 
     def _still_held(self) -> list[nn.Module]:
@@ -330,9 +319,9 @@ class LoopState:
     def renew(self, models: list[nn.Module]) -> None:
         """Sets up these models. A collective call. What was set up for a current batch is kept until the end."""
         with self.random.kept():
-            self._learners.append(self._make(models, self.session))
+            self._learners.append(self.division.set_up(self.make, models, self.session))
         self._models = held_by(self.learner, len(models))
-        self._held = _layers(self._models)
+        self._held = self._layers(self._models)
         self.mean.renew(self.learner, self._models)
         self._watch_outputs()
 
@@ -349,7 +338,7 @@ class LoopState:
         Raises:
             ConfigurationError: If the pass was started by a function that does not report it.
         """
-        if self.mean.ranks == 1 or self.is_over:
+        if self.world_size == 1 or self.is_over:
             return
         if not self.is_in_pass:
             raise ConfigurationError(
@@ -387,14 +376,6 @@ class LoopState:
             for batch in list(self._current):
                 self.leave(batch)
             self.mean.close()
+            self.division.close()
             for learner in reversed(self._learners):
                 learner.close()
-
-
-def _layers(models: Sequence[nn.Module]) -> list[nn.Module | nn.Parameter]:
-    """Returns all modules and parameters of the models."""
-    found: list[nn.Module | nn.Parameter] = []
-    for model in models:
-        found += model.modules()
-        found += model.parameters()
-    return found

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from evener.core.losses import Loss, exact
 from evener.core.losses.torch_losses import is_torch_loss
 from evener.data.batch import map_leaves
+from evener.data.division import own_slice
 from evener.data.fingerprint import digest_of
 from evener.errors import DivergenceError, LossError
 from evener.training.prepare.gather import gathered
@@ -137,8 +138,7 @@ class OverAll:
         number = _first_number(made)
         over_of_all(place, True, number, 0)
         self._check_finite(number)
-        end = sum(shares[: place.rank + 1])
-        own = slice(end - shares[place.rank], end) if current_batch.samples else slice(0, 1)
+        own = own_slice(shares, place.data.index) if current_batch.samples else slice(0, 1)
         return map_leaves(lambda leaf: leaf[own] if _has_rows(leaf, sum(shares)) else leaf, made)
 
     def _check_finite(self, number: Tensor | None) -> None:
@@ -151,7 +151,7 @@ class OverAll:
             raise DivergenceError(not_finite(f"the loss is {value} in step {self._place.steps}"))
 
     def _rows_of_ranks(self, given: Any, rows: int) -> list[int]:
-        """Returns the number of rows that count on each rank. A collective call.
+        """Returns the number of rows that count of each part of the batch. A collective call.
 
         Raises:
             LossError: On all ranks, if their rows do not make one batch.
@@ -173,7 +173,7 @@ class OverAll:
             raise LossError(_OTHER_SHAPES.format(name=name, shapes=[each[0] for each in said]))
         if any(each[1] != said[0][1] for each in said):
             raise LossError(_OTHER_VALUES.format(name=name))
-        return [each[3] for each in said]
+        return [each[3] for each in place.data.of_parts(said)]
 
     def __repr__(self) -> str:
         return f"OverAll({self.function!r})"

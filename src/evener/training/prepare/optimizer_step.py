@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from evener.components.sharded_tensor.local import is_divided
 from evener.components.sharded_tensor.shard_spec import shard_spec
+from evener.distributed.loop_watch import loop_watch
 from evener.errors import ConfigurationError
 from evener.training.consistency.replicas import digest, together
 from evener.training.prepare.loop_state import LoopState
@@ -39,10 +40,14 @@ class WatchedOptimizers:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Checks an optimizer, prepared or not, before it steps."""
         closure = next((one for one in (*args[1:], kwargs.get("closure")) if one is not None), None)
-        if self._place.is_over or closure is not None:
+        if self._place.is_over:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._place.division.check_step(parameters, closure)
+        if closure is not None:
+            return
         own = [p for p in parameters if self._place.mean.owns(p)]
+        self._place.mean.shown.hide()
         if own and self._place.is_in_pass:
             raise ConfigurationError(
                 "an optimizer stepped in the middle of a backward pass, before gradients were summed over the ranks: "
@@ -56,12 +61,19 @@ class WatchedOptimizers:
             gradients = _gradients([p for p in strangers if not is_divided(p) and shard_spec(p) is None])
             rates = _rates(optimizer) if own and not self._place.session.mixed else 0
             self._place.strangers = folded(self._place.strangers, gradients, rates)
+        self._place.learner.synchronizer.free_gathered()
+        if own:
+            self._place.division.begin_step(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._place.is_over and any(
-            self._place.mean.owns(p) for group in optimizer.param_groups for p in group["params"]
-        ):
+        if self._place.is_over:
+            return
+        with self._place.session.watchdog.explained():
+            self._place.division.end_step(optimizer)
+        self._place.mean.shown.show()
+        if any(self._place.mean.owns(p) for group in optimizer.param_groups for p in group["params"]):
             self._place.took_step()
+        loop_watch().stepped(optimizer)
 
 
 def _gradients(tensors: list[Tensor]) -> int:

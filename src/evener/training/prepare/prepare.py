@@ -5,10 +5,9 @@ from __future__ import annotations
 import atexit
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
-from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, Unpack, overload
 
@@ -17,29 +16,30 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from evener.components.amp.policy import Precision
 from evener.core.config.kwargs import LoopSettings
 from evener.core.config.run_config import RunConfig
 from evener.core.did_you_mean import did_you_mean
 from evener.core.losses.torch_losses import is_sum, is_torch_loss
 from evener.core.plugins import kind_of
-from evener.core.task.task import Task
 from evener.distributed.loop_watch import loop_watch
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError
-from evener.nn.fqn import clean_name
-from evener.strategies.base import set_up
-from evener.strategies.learner import Learner
+from evener.strategies.interfaces import StrategySettings
 from evener.training.batches.device_mix import why_by_speed
-from evener.training.consistency.startup import agree_on_functions, agree_on_optimizer, agreement
-from evener.training.factory import balance_of, settings_of, strategy_of
+from evener.training.consistency.startup import agree_on_functions, agree_on_optimizer
+from evener.training.factory import balance_of, strategy_of
 from evener.training.prepare.backward import Passes
 from evener.training.prepare.dataloader import PreparedLoader
+from evener.training.prepare.learner_of_loop import LearnerOfLoop
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.loss import OverAll
 from evener.training.prepare.optimizer_step import WatchedOptimizers
 from evener.training.prepare.rng import CommonRandom
 
 SETTINGS = (
+    *("strategy", "strategy_option", "mesh", "precision", "precision_of"),
+    *("compile", "compile_mode", "compile_backend", "compile_check", "recompute"),
     *(
         "allreduce",
         "balance",
@@ -206,6 +206,11 @@ def _kind(thing: Any) -> str:
 
 
 def config_of(settings: dict[str, Any]) -> RunConfig:
+    """Returns the settings of a loop.
+
+    Raises:
+        ConfigurationError: For a setting that does not go with a loop of the user's own.
+    """
     for name in settings:
         if name not in SETTINGS:
             known = name in {field.name for field in fields(RunConfig)}
@@ -218,12 +223,18 @@ def config_of(settings: dict[str, Any]) -> RunConfig:
                     else ""
                 )
             )
-    return RunConfig(**settings)
+    config = RunConfig(**settings)
+    if Precision.from_settings(config.precision, config.precision_of).is_scaled:
+        raise ConfigurationError(
+            "evener.prepare scales no loss, which precision fp16 needs: say bf16, or write torch.autocast and "
+            "torch.amp.GradScaler into the loop, which work there as on one device"
+        )
+    return config
 
 
 def _place_of(models: list[nn.Module], objects: Sequence[Any], settings: dict[str, Any]) -> LoopState:
     """Returns the preparation that a call belongs to: the current one, or a new one."""
-    place, make = _CurrentPreparation.place, partial(_learner, objects)
+    place = _CurrentPreparation.place
     if not models:
         if settings:
             raise ConfigurationError(
@@ -233,16 +244,16 @@ def _place_of(models: list[nn.Module], objects: Sequence[Any], settings: dict[st
     config = config_of(loop_watch().settings(settings))
     is_given_again = place is not None and any(model is other for model in models for other in place.models)
     if place is None or is_given_again or (settings and config != _CurrentPreparation.given):
-        return _begin(models, make, config)
+        return _begin(models, objects, config)
     try:
-        place.add(models, partial(make, _CurrentPreparation.config))
+        place.add(models, LearnerOfLoop(objects, _CurrentPreparation.config, place.world_size))
     except BaseException:
         end()
         raise
     return place
 
 
-def _begin(models: list[nn.Module], make: Callable[..., Learner], given: RunConfig) -> LoopState:
+def _begin(models: list[nn.Module], objects: Sequence[Any], given: RunConfig) -> LoopState:
     end()
     watch = loop_watch()
     watch.opened(end)
@@ -253,7 +264,7 @@ def _begin(models: list[nn.Module], make: Callable[..., Learner], given: RunConf
         random = CommonRandom(session.control.broadcast_object(torch.get_rng_state()), session.rank)
         opened.callback(random.close)
         config = _settled(given, session)
-        place = LoopState(session, partial(make, config), models, random)
+        place = LoopState(session, LearnerOfLoop(objects, config, session.world_size), models, random)
         random.watch()
         opened.callback(place.close)
         opened.callback(Passes(place).close)
@@ -267,31 +278,13 @@ def _settled(config: RunConfig, session: Session) -> RunConfig:
     """Returns the settings with a balance. A collective call if they have none."""
     if config.balance is not None:
         return config
-    by_speed = balance_of(config, session.world_size, unlike=True) == "auto"
+    strategy = strategy_of(config, session.world_size).for_own_loop()
+    parts = strategy.layout(session.world_size, StrategySettings()).data_axis(0).degree
+    by_speed = balance_of(config, parts, unlike=True) == "auto"
     why = why_by_speed(config, session) if by_speed else ""
     if why and session.rank == 0:
         print(why, file=sys.stderr, flush=True)
     return config.replace(balance="auto" if why else "equal")
-
-
-def _learner(
-    objects: Sequence[Any], config: RunConfig, models: Sequence[nn.Module], session: Session
-) -> Learner:
-    whole = models[0] if len(models) == 1 else nn.ModuleList(models)
-    task = Task(
-        model=lambda: whole,
-        loss=nn.CrossEntropyLoss(),  # not used: the loop has its own
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),  # not used either
-        train=_data_of([thing for thing in objects if isinstance(thing, DataLoader)]),
-    )
-    strategy = strategy_of(config, session.world_size)
-    settings = settings_of(config, strategy, session.world_size)
-    return set_up(strategy, task, session, settings, agreement(task, config, session))
-
-
-def _data_of(loaders: Sequence[DataLoader[Any]]) -> Any:
-    """Returns the data set of which the ranks compare a few samples. An iterable one is refused later."""
-    return next((each.dataset for each in loaders if hasattr(each.dataset, "__getitem__")), [0])
 
 
 def _check_optimizers(
@@ -305,6 +298,9 @@ def _check_optimizers(
     Warns:
         UserWarning: With the name of the first parameter that no optimizer has.
     """
+    for optimizer in optimizers:
+        place.make.check_optimizer(optimizer)
+        place.division.take_optimizer(optimizer)
     held = set(chain.from_iterable(group["params"] for o in optimizers for group in o.param_groups))
     strangers = [p for p in held if not place.mean.owns(p)]
     if strangers:
@@ -312,7 +308,7 @@ def _check_optimizers(
             f"an optimizer has {len(strangers)} parameters, the first of shape {tuple(strangers[0].shape)}, of no "
             "model that was given: give evener.prepare the model before, or in the same call"
         )
-    own = {p: clean_name(name) for model in models for name, p in model.named_parameters()}
+    own = place.learner.names if models else {}
     left = [name for p, name in own.items() if p.requires_grad and p not in held]
     if optimizers and left:
         warnings.warn(

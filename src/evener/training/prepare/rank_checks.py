@@ -15,6 +15,9 @@ WAITS = (
         "layers that were put in or taken out",
         "evener.prepare",
         "seeding anew",
+        "optimizer.step()",
+        "state_dict()",
+        "a number of a divided tensor",
     ),
 )
 """The reasons for which the ranks exchange values."""

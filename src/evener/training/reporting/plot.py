@@ -88,10 +88,11 @@ class RunSteps:
         return found
 
     def add(self, step: float, seconds: float, shares: list[float], times: list[float | None]) -> None:
-        """Adds a step with the samples and the compute seconds of each rank. ``seconds`` is NaN if not known."""
+        """Adds a step with the samples, or their cost, and the compute seconds of each rank. ``seconds`` is NaN if not
+        known."""
         self._seconds.append(seconds)
         self.speed.add(step, 1 / seconds if seconds > 0 else None)
-        total = max(sum(shares), 1)
+        total = sum(shares) if sum(shares) > 0 else 1.0
         _add(self.shares, step, [100 * share / total for share in shares])
         _add(self.milliseconds, step, [None if time is None else 1000 * time for time in times])
         self._under_way += 1
@@ -146,7 +147,7 @@ def _numbers(record: dict[str, Any]) -> tuple[float, float, list[float], list[fl
     step, seconds = _number(record["step"]), _number(record["seconds"])
     if step is None:
         raise ValueError("its step is no number")
-    shares = [_number(share) or 0.0 for share in _list(record["shares"])]
+    shares = [_number(share) or 0.0 for share in _list(record.get("costs") or record["shares"])]
     times = [_number(time) for time in _list(record["compute_seconds"])]
     return step, math.nan if seconds is None else seconds, shares, times
 

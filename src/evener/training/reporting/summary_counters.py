@@ -29,6 +29,7 @@ class CountersRecord(TypedDict):
     samples_in_seconds: int
     final_loss: float
     metrics: dict[str, float]
+    cost: float
     sample_seconds: list[float]
     memory: list[dict[str, int]]
     skipped: int
@@ -43,6 +44,7 @@ class SummaryCounters(Observer):
     def __init__(self, parts: int, metrics: Iterable[str] = ()) -> None:
         self._asked = sorted(metrics)
         self.taken = [0] * parts
+        self.costs = [0.0] * parts
         self.last: StepRecord | None = None
         self.skipped = 0
         self.memory: list[dict[str, int]] = []
@@ -78,6 +80,8 @@ class SummaryCounters(Observer):
             for times, seconds, count in zip(self._times, record.compute_seconds, record.shares, strict=True):
                 times.extend([seconds / count] if count else [])
         self.taken = [total + share for total, share in zip(self.taken, record.shares, strict=True)]
+        if record.costs:
+            self.costs = [total + cost for total, cost in zip(self.costs, record.costs, strict=True)]
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self.evaluation_record = record
@@ -103,6 +107,10 @@ class SummaryCounters(Observer):
         samples = sum(self.taken)
         return [count / samples if samples else 0.0 for count in self.taken]
 
+    def cost_fractions(self) -> list[float]:
+        """Returns the fraction of the cost of all samples that was of each part; empty without costs."""
+        return [cost / sum(self.costs) for cost in self.costs if sum(self.costs)]
+
     def describe(self, seconds: float) -> CountersRecord:
         """Returns what the summary says of steps and evaluations, for ``seconds`` of training."""
         samples, evaluated = sum(self.taken), self.evaluation_record
@@ -111,6 +119,7 @@ class SummaryCounters(Observer):
             "samples_in_seconds": samples,
             "final_loss": self.last.loss if self.last else math.nan,
             "metrics": evaluated.metrics if evaluated else {},
+            "cost": sum(self.costs),
             "sample_seconds": self.sample_seconds(),
             "memory": self.memory,
             "skipped": self.skipped,

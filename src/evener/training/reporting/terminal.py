@@ -200,7 +200,7 @@ def _shares_line(run: RunStart) -> list[str]:
     least, most = min(run.shares), max(run.shares)
     several = f"from {least} to {most}" if least < most else f"{len(run.shares)} × {most}"
     each = " + ".join(map(str, run.shares)) if len(run.shares) <= _SHARES_IN_A_LINE else several
-    return [f"  shares {each}{', then by speed' if run.learns else ''}"]
+    return [f"  shares {each}{', by cost' if run.by_cost else ''}{', then by speed' if run.learns else ''}"]
 
 
 def _steps_text(run: RunStart) -> str:
@@ -258,6 +258,7 @@ def summary_text(summary: RunSummary) -> str:
         f"{size_words(summary.merge_bytes)} of messages for merges on rank 0" if summary.merge_bytes else "",
         summary.late_for_merges,
         summary.reading,
+        _cost_text(summary) if summary.cost else "",
         _memory_text(summary) if summary.memory else "",
         unread if summary.skipped else "",
         f"computed in {summary.precision}" if summary.precision else "",
@@ -313,6 +314,13 @@ def balance_text(summary: RunSummary) -> str:
 
 def _times_text(gain: float) -> str:
     return f"about {gain:.1f}x" if gain <= _MOST_TOLD else f"more than {_MOST_TOLD}x"
+
+
+def _cost_text(summary: RunSummary) -> str:
+    rate = f": {summary.cost / summary.seconds:,.0f}/s" if summary.seconds else ""
+    shares = summary.cost_shares
+    each = f", shares of it {' + '.join(f'{share:.1%}' for share in shares)}" if 1 < len(shares) <= 8 else ""
+    return f"cost {summary.cost:,.0f}{rate}{each}"
 
 
 def _memory_text(summary: RunSummary) -> str:

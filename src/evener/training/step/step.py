@@ -279,6 +279,7 @@ class Step:
             wasted=self.wasted,
             seconds=self.seconds,
             shares=batch.shares,
+            costs=batch.costs,
             lr=self.lr,
             compute_seconds=self.compute_seconds,
             wait_seconds=self.wait_seconds,

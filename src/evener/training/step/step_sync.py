@@ -19,7 +19,7 @@ import math
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple
 
 import torch
@@ -32,7 +32,7 @@ from evener.core.losses import Loss
 from evener.data.batch import Batch
 from evener.distributed.hosts import all_gather
 from evener.distributed.mesh import DIVIDING_TERMS, Mesh
-from evener.errors import ShareError
+from evener.errors import DataError, ShareError
 from evener.hardware.async_read import Readout, is_late, read
 from evener.hardware.memory.step_usage import NOTHING
 from evener.hardware.timers import waiting
@@ -228,16 +228,20 @@ class StepSync:
         """Checks that all ranks divide batches alike. Otherwise some samples would count twice and others never."""
         if len(set(heard.divisions)) == 1:
             return
-        own = [batch.shares for batch in (step.batch, upcoming) if batch is not None]
+        own = [(batch.shares, batch.costs) for batch in (step.batch, upcoming) if batch is not None]
         said = [(own, step.changes)]
         said = said if self._mesh.world is None else all_gather(said[0], self._mesh.world)
         check_trained_alike([changes for _, changes in said], step.number)
         of_all = [shares for shares, _ in said]
         at = next((at for at in range(len(own)) if any(one[at] != own[at] for one in of_all)), 0)
-        ranks: dict[str, list[str]] = {}
-        for rank, one in enumerate(of_all):
-            ranks.setdefault(shares_in_words(one[at]), []).append(str(rank))
-        words = "; ".join(f"{shares} on rank {', '.join(those)}" for shares, those in ranks.items())
+        totals = [sum(one[at][1]) for one in of_all]
+        if not math.isclose(min(totals), max(totals), rel_tol=1e-12):  # sums of other cuts round otherwise
+            words = _by_ranks([f"{total:.12g}" for total in totals])
+            raise DataError(
+                f"the ranks find different costs of the batch of step {step.number + at}: {words}. Task.cost must be "
+                "the same on all ranks: let it depend on nothing but the index. Checkpoints are from before"
+            )
+        words = _by_ranks([shares_in_words(one[at][0]) for one in of_all])
         raise ShareError(
             f"the ranks divide the batch of step {step.number + at} in different ways: {words}. A balancer has to come "
             "to the same shares on every rank, by what it is given and observes alone: not by its rank, a clock, or "
@@ -339,10 +343,22 @@ class StepSync:
             yield step
 
 
+def _by_ranks(words: Sequence[str]) -> str:
+    ranks: dict[str, list[str]] = {}
+    for rank, each in enumerate(words):
+        ranks.setdefault(each, []).append(str(rank))
+    return "; ".join(f"{each} on rank {', '.join(those)}" for each, those in ranks.items())
+
+
 def _code_of(batch: Batch, upcoming: Batch | None, changes: tuple[str, ...] = ()) -> float:
-    """Returns a code of the shares of the batches, and of changes of the trained parameters."""
-    code = zlib.crc32("".join(changes).encode(), zlib.crc32(array("q", batch.shares).tobytes()))
-    return float(code if upcoming is None else zlib.crc32(array("q", upcoming.shares).tobytes(), code))
+    """Returns a code of the shares and costs of the batches, and of changes of the trained parameters."""
+    code = zlib.crc32("".join(changes).encode(), _code_of_division(batch))
+    return float(code if upcoming is None else _code_of_division(upcoming, code))
+
+
+def _code_of_division(batch: Batch, code: int = 0) -> int:
+    code = zlib.crc32(array("q", batch.shares).tobytes(), code)
+    return zlib.crc32(array("d", batch.costs).tobytes(), code) if batch.costs else code
 
 
 def _sum(numbers: Iterable[Readout]) -> float:

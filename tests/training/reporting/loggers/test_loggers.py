@@ -17,7 +17,7 @@ from evener.errors import ConfigurationError, StorageError
 from evener.training.fit import fit
 from evener.training.reporting.loggers.csv import CsvFile
 from evener.training.reporting.loggers.mlflow import MLflow
-from evener.training.reporting.loggers.scalars import needed
+from evener.training.reporting.loggers.scalars import needed, of_step
 from evener.training.reporting.loggers.tensorboard import TensorBoard
 from evener.training.reporting.loggers.trackio import Trackio
 from evener.training.reporting.loggers.wandb import WandB
@@ -144,3 +144,8 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 def test_a_library_that_is_missing_is_named() -> None:
     with pytest.raises(ConfigurationError, match=r"no_such_library, .* pip install no_such_library"):
         needed("no_such_library.part")
+
+
+def test_shares_are_those_of_the_cost_where_it_is_known() -> None:
+    record = StepRecord(0, 0, 0.5, 4, 0.1, (1, 3), 0.1, costs=(30.0, 10.0))
+    assert of_step(record)["share/rank_0"] == 0.75

@@ -12,8 +12,10 @@ from evener.errors import ConfigurationError
 
 
 def of_step(record: StepRecord) -> dict[str, float]:
-    """Returns ``train/loss``, learning rate and step time and, with several ranks, each rank's share."""
-    shares = {f"share/rank_{rank}": share / sum(record.shares) for rank, share in enumerate(record.shares)}
+    """Returns ``train/loss``, learning rate and step time and, with several ranks, each rank's share, of cost if the
+    task gives costs."""
+    divided = record.costs or record.shares
+    shares = {f"share/rank_{rank}": share / sum(divided) for rank, share in enumerate(divided)}
     numbers = {"train/loss": record.loss, "train/lr": record.lr, "train/step_seconds": record.seconds}
     return numbers | (shares if len(shares) > 1 else {})
 

@@ -1,0 +1,70 @@
+"""What PyTorch's FSDP2 needs: models that it can hold, outputs that are no views, a mesh of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from evener.data.batch import map_leaves
+from evener.errors import TaskError
+from evener.torch_internals.autograd import is_view
+
+
+def check_layers(model: nn.Module) -> None:
+    """Raises TaskError if the model has sparse gradients or complex weights."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise TaskError(
+                f"{name or 'the model'} has sparse gradients, which PyTorch's FSDP2 does not sum: make it "
+                "sparse=False, or use strategy 'ddp'"
+            )
+    found = next((name for name, p in model.named_parameters() if p.is_complex()), None)
+    if found is not None:
+        raise TaskError(f"{found} is complex, which PyTorch's FSDP2 does not shard: use strategy 'ddp'")
+
+
+def check_types(model: nn.Module) -> None:
+    """Raises TaskError if the trained parameters have several dtypes."""
+    types: dict[torch.dtype, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            types.setdefault(parameter.dtype, name)
+    if len(types) > 1:
+        words = ", ".join(f"{name} of {dtype}" for dtype, name in types.items())
+        raise TaskError(
+            f"PyTorch's FSDP2 shards parameters of one type, the model has {words}: set dtype, or use strategy 'ddp'"
+        )
+
+
+def without_views(_: nn.Module, __: Any, output: Any) -> Any:
+    """Clones outputs that are views: a later in-place write to a view would drop the hook that FSDP2 puts on it."""
+    return map_leaves(lambda leaf: leaf.clone() if _is_traced_view(leaf) else leaf, output)
+
+
+def _is_traced_view(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad and is_view(leaf)
+
+
+@contextmanager
+def refusal_explained(name: str) -> Iterator[None]:
+    """Turns FSDP2's refusal of the module ``name`` into a TaskError."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        raise TaskError(f"{name} cannot be sharded by PyTorch's FSDP2: {error}") from error
+
+
+_MESHES = itertools.count()
+
+
+def device_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """Returns a mesh with a name of its own. DTensor caches results by mesh, and would take one of a group that is gone
+    for another of the same ranks and name."""
+    return DeviceMesh.from_group(group, device_type, mesh_dim_names=(f"shard {next(_MESHES)}",))

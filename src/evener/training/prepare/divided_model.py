@@ -1,0 +1,297 @@
+"""A model of a prepared loop that a strategy has divided: its optimizers, and its state as one device would hold it.
+
+Dividing a model replaces its parameters by this rank's parts of them. An optimizer that was made before gets the parts
+in their places. ``state_dict()`` of the model and of its optimizers returns whole tensors, in PyTorch's own form, and
+``load_state_dict()`` takes whole ones, so that a loop saves and loads as on one device::
+
+    state_dict()         parts ─▶ gathered over the ranks ─▶ whole tensors, on every rank
+    load_state_dict()    whole tensors, on every rank ─▶ cut ─▶ parts
+
+All ranks must call either together.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from evener.components.model_init import named_tensors
+from evener.components.sharded_tensor.local import as_held, local
+from evener.components.sharded_tensor.shard_spec import ShardSpec, shard_spec
+from evener.distributed.mesh import Mesh
+from evener.errors import ConfigurationError
+from evener.nn.fqn import clean_name
+
+Meeting = Callable[[str], AbstractContextManager[Any]]
+"""Makes sure that all ranks call something together. Takes what it is."""
+
+
+Spec = Callable[[Tensor], ShardSpec | None]
+
+
+class Part(NamedTuple):
+    """What a rank holds of a tensor."""
+
+    spec: ShardSpec
+    shape: tuple[int, ...]
+    like: Tensor
+    """A tensor that is a DTensor if the part is to be one."""
+
+
+def check_undivided(models: Sequence[nn.Module], strategy: str) -> None:
+    """Raises ConfigurationError if a strategy that divides the model cannot divide these."""
+    if len(models) > 1:
+        raise ConfigurationError(
+            f"strategy {strategy!r} divides one model, and evener.prepare got {len(models)}: put them into one module "
+            "whose forward calls them, or use strategy 'ddp'"
+        )
+    for model in models:
+        if isinstance(model, FSDPModule) or any(map(shard_spec, model.parameters())):
+            raise ConfigurationError(
+                "evener.prepare was given a model that is divided already, by an earlier call: give it the model as "
+                "you make it, each time that you call it"
+            )
+
+
+class DividedOptimizers:
+    """Optimizers whose state is divided over the ranks.
+
+    Args:
+        spec: Returns this rank's shard of what belongs to a parameter, or None.
+        meet: Called around a collective call.
+    """
+
+    def __init__(self, spec: Spec, mesh: Mesh, meet: Meeting) -> None:
+        self._spec, self._mesh, self._meet = spec, mesh, meet
+        self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes the optimizer's state whole where it is saved, and cuts it where it is loaded."""
+        if optimizer not in self._watched:
+            self._watched.add(optimizer)
+            self._handles += [
+                optimizer.register_state_dict_post_hook(_SavedOptimizer(self)),
+                optimizer.register_load_state_dict_pre_hook(_LoadedOptimizer(self)),
+            ]
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def gather_state(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+        """Returns the optimizer's state with whole tensors in the places of parts. A collective call."""
+        owners = _owners(optimizer)
+        with self._meet("state_dict()"):
+            state = {
+                number: {
+                    key: self._gathered(value, self._part_of(owners[number]))
+                    for key, value in entries.items()
+                }
+                if number in owners
+                else entries
+                for number, entries in found["state"].items()
+            }
+        return {**found, "state": state}
+
+    def cut_state(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+        """Returns the optimizer's state with this rank's parts in the places of whole tensors."""
+        owners = _owners(optimizer)
+        state = {
+            number: self._cut_all(entries, owners[number]) if number in owners else entries
+            for number, entries in found["state"].items()
+        }
+        return {**found, "state": state}
+
+    def _gathered(self, value: Any, part: Part | None) -> Any:
+        """Returns ``value``, if it is like ``part``, as a whole tensor. A collective call."""
+        alike = part is not None and isinstance(value, Tensor) and _shape(value) == part.shape
+        if part is None or not alike:
+            return value
+        whole = part.spec.gather(value, self._mesh)
+        return whole.cpu()  # a device need not have room for the whole model
+
+    def _part_of(self, owner: Tensor) -> Part | None:
+        """Returns what this rank holds of something as large as the whole of ``owner``; None if all of it."""
+        spec = self._spec(owner)
+        if spec is None:
+            return None
+        shape = _shape(owner)
+        return Part(spec, (*shape[: spec.dim], spec.length, *shape[spec.dim + 1 :]), owner)
+
+    def _cut_all(self, entries: Mapping[str, Any], owner: Tensor) -> dict[str, Any]:
+        return {
+            key: _cut(value, self._part_of(owner)) if isinstance(value, Tensor) else value
+            for key, value in entries.items()
+        }
+
+
+def _cut(value: Tensor, part: Part | None) -> Tensor:
+    """Returns this rank's part of ``value`` if that is a whole of such parts."""
+    if part is None or tuple(value.shape) != part.spec.whole_shape(part.shape):
+        return value
+    return as_held(part.spec.part(value.detach()), part.like)
+
+
+class DividedModel(DividedOptimizers):
+    """A model whose parameters were replaced by this rank's parts, and its optimizers.
+
+    Args:
+        before: The parameters and buffers of the model before it was divided, by name.
+        model: The divided model.
+        is_in_pass: Returns True during a backward pass, which may recompute layers.
+    """
+
+    def __init__(
+        self,
+        before: Mapping[str, Tensor],
+        model: nn.Module,
+        mesh: Mesh,
+        meet: Meeting,
+        is_in_pass: Callable[[], bool],
+    ) -> None:
+        super().__init__(shard_spec, mesh, meet)
+        self._parts: MutableMapping[Tensor, nn.Parameter] = WeakIdKeyDictionary()
+        """The part of each parameter that was replaced, as long as anybody holds that."""
+        for name, part in named_tensors(model).items():
+            whole = before.get(name)
+            if isinstance(part, nn.Parameter) and whole is not None and whole is not part:
+                self._parts[whole] = part
+        found = named_tensors(model, clean=False)
+        parts = {name: self._part_of(each) for name, each in found.items()}
+        self._by_name = {name: part for name, part in parts.items() if part is not None}
+        self._guard(model, _Calls(is_in_pass))
+        self._handles += [
+            model.register_state_dict_post_hook(_SavedModel(self)),  # type: ignore[no-untyped-call]
+            model.register_load_state_dict_pre_hook(_LoadedModel(self)),  # type: ignore[no-untyped-call]
+        ]
+
+    def give_parts(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives the optimizer the parts in the places of the parameters, with its state of them."""
+        for group in optimizer.param_groups:
+            group["params"] = [self._part(each) for each in group["params"]]
+        for whole in [each for each in optimizer.state if each in self._parts]:
+            part = self._parts[whole]
+            optimizer.state[part] = self._cut_all(optimizer.state.pop(whole), part)
+
+    def _part(self, parameter: nn.Parameter) -> nn.Parameter:
+        return self._parts.get(parameter, parameter)
+
+    def check_current(self, parameters: Iterable[Tensor]) -> None:
+        """Raises ConfigurationError if one of ``parameters`` was replaced by a part."""
+        if any(parameter in self._parts for parameter in parameters):
+            raise ConfigurationError(
+                "an optimizer has parameters from before evener.prepare, which has divided the model and put others "
+                "in their places: give the optimizer to evener.prepare, too, or make it afterwards"
+            )
+
+    def gather_model(self, found: dict[str, Any], prefix: str) -> None:
+        """Replaces parts in ``found``, the state of the model or a copy, by whole tensors. A collective call."""
+        with self._meet("state_dict()"):
+            for key, value in found.items():
+                found[key] = self._gathered(value, self._by_name.get(key.removeprefix(prefix)))
+
+    def cut_model(self, found: dict[str, Any], prefix: str) -> None:
+        """Replaces whole tensors in ``found`` by this rank's parts."""
+        for key in [key for key in found if key.startswith(prefix)]:
+            if isinstance(found[key], Tensor):
+                found[key] = _cut(found[key], self._by_name.get(key.removeprefix(prefix)))
+
+    def _guard(self, model: nn.Module, calls: _Calls) -> None:
+        """Refuses calls of layers by the loop itself: what they give is this rank's part."""
+        self._handles += [
+            model.register_forward_pre_hook(calls.enter, prepend=True),
+            model.register_forward_hook(calls.leave, always_call=True),
+        ]
+        for name, module in model.named_modules():
+            own = dict(module.named_parameters(recurse=False))
+            if name and any((name + "." + key) in self._by_name for key in own):
+                self._handles.append(
+                    module.register_forward_pre_hook(partial(calls.check, clean_name(name)), prepend=True)
+                )
+
+
+def _owners(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
+    """Returns the parameters by their numbers in the optimizer's state."""
+    return dict(enumerate(each for group in optimizer.param_groups for each in group["params"]))
+
+
+def _shape(value: Tensor) -> tuple[int, ...]:
+    return tuple(local(value.detach()).shape)
+
+
+class _Unpickled:
+    """Part of a divided model: copies of it share this, and it cannot be pickled."""
+
+    def __deepcopy__(self, _: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise ConfigurationError(
+            "a divided model or its optimizer cannot be pickled, since this rank has parts of it: save its "
+            "state_dict(), which is whole, or use evener.save"
+        )
+
+
+class _Calls(_Unpickled):
+    """Knows whether the model is being called."""
+
+    def __init__(self, is_in_pass: Callable[[], bool]) -> None:
+        self._depth, self._is_in_pass = 0, is_in_pass
+
+    def enter(self, *_: Any) -> None:
+        self._depth += 1
+
+    def leave(self, *_: Any) -> None:
+        self._depth -= 1
+
+    def check(self, name: str, *_: Any) -> None:
+        """Raises ConfigurationError if the layer ``name`` is called and the model is not."""
+        if not self._depth and not self._is_in_pass():
+            raise ConfigurationError(
+                f"{name} was called by the loop itself, and is divided over the ranks: call the model, and have "
+                "its forward do all that needs weights, or use strategy 'ddp'"
+            )
+
+
+class _StateHook(_Unpickled):
+    """A hook on a state. Serves copies of what it belongs to, too, as long as the model is prepared."""
+
+    def __init__(self, divided: Any) -> None:
+        self._divided = weakref.ref(divided)
+
+    @property
+    def divided(self) -> Any:
+        return self._divided()
+
+
+class _SavedModel(_StateHook):
+    def __call__(self, model: nn.Module, found: dict[str, Any], prefix: str, _: Any) -> None:
+        if self.divided is not None:
+            self.divided.gather_model(found, prefix)
+
+
+class _LoadedModel(_StateHook):
+    def __call__(self, model: nn.Module, found: dict[str, Any], prefix: str, *_: Any) -> None:
+        if self.divided is not None:
+            self.divided.cut_model(found, prefix)
+
+
+class _SavedOptimizer(_StateHook):
+    def __call__(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> Any:
+        return found if self.divided is None else self.divided.gather_state(optimizer, found)
+
+
+class _LoadedOptimizer(_StateHook):
+    def __call__(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> Any:
+        return found if self.divided is None else self.divided.cut_state(optimizer, found)
