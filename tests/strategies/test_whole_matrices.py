@@ -99,7 +99,7 @@ def test_a_division_that_cuts_what_is_looked_at_would_be_seen(ranks: Any) -> Non
     assert worst(reference.weights, divided[0].weights) > 1e-3
 
 
-@pytest.mark.parametrize("name", spread(NAMES, ALWAYS, ALWAYS, SLOW, SLOW))
+@pytest.mark.parametrize("name", spread(NAMES, SLOW, ALWAYS, SLOW, SLOW))
 def test_checkpoints_go_from_place_to_place(ranks: Any, name: str) -> None:
     places = [*PLACES.values()][:4]
     route = [places[1], places[0], (1, {"strategy": "single"}), places[2], places[3], places[2]]
