@@ -14,8 +14,9 @@ from evener.distributed.environment import Environment
 from evener.distributed.session import Session
 from evener.strategies.base import Strategy
 from evener.tools.conformance import tasks
-from evener.tools.conformance.harness import TRIALS, Findings, TrialRanks, alone, reference_of
+from evener.tools.conformance.harness import Findings, TrialRanks, alone, reference_of
 from evener.tools.conformance.strategies import difference
+from evener.tools.conformance.trials import TRIALS
 from evener.training.engine import Engine
 
 TRIED = [trial for trial in TRIALS if trial.name != "error"]

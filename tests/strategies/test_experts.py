@@ -236,7 +236,6 @@ def refused(name: str) -> tuple[type[BaseException], str]:
         ("without_experts", TaskError, "Linear has none: use strategy 'ddp'"),
         ("two_experts", ConfigurationError, "the model has 2 experts, which leave some of 3 ranks without"),
         ("tied", TaskError, "0.up and 1.up are one weight"),
-        ("whole_weights", ConfigurationError, "each rank of strategy 'experts' holds a slice"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(ranks: Any, name: str, kind: type, words: str) -> None:

@@ -308,7 +308,6 @@ def refused(name: str, **settings: Any) -> tuple[type, str]:
         ("tied", {}, TaskError, "encode.weight and decode.weight are one weight"),
         ("two_widths", {}, TaskError, "different numbers of features, {'0': 4, '1': 5}"),
         ("own_parts", {}, ConfigurationError, "'dimension' gives several ranks the same samples"),
-        ("whole_weights", {}, ConfigurationError, "Adafactor looks at a weight as a whole"),
         ("plain", {"compress": "bf16"}, ConfigurationError, "no gradients that 'bf16' could compress"),
     ],
     ids=str,

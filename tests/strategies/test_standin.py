@@ -143,6 +143,9 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, amsgrad=True)
 
 
+MATRICES = lambda: nn.Sequential(  # noqa: E731
+    nn.Linear(FEATURES, 8, bias=False), nn.Tanh(), nn.Linear(8, CLASSES, bias=False)
+)
 BATCH_NORM = mlp(lambda: nn.BatchNorm1d(8), nn.ReLU, lambda: nn.BatchNorm1d(8, affine=False))
 CUMULATIVE = mlp(lambda: nn.BatchNorm1d(8, momentum=None), nn.ReLU)
 TRAITS: dict[str, tuple[Task, dict[str, Any]]] = {
@@ -169,6 +172,7 @@ TRAITS: dict[str, tuple[Task, dict[str, Any]]] = {
     "small buckets": (task(), {"bucket_mb": 1e-5}),
     "bf16": (task(), {"precision": "bf16", "clip_norm": 0.1}),
     "bf16-true": (task(), {"precision": "bf16-true"}),
+    "weights updated whole": (task(MATRICES, optimizer=lambda p: torch.optim.Muon(p)), {"clip_norm": 0.1}),
     "blocks computed again": (task(Blocks), {"recompute": "blocks"}),
 }
 WAITS = {("single", "cumulative BatchNorm"), ("dimension", "cumulative BatchNorm")}

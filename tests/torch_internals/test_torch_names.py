@@ -104,6 +104,21 @@ def test_hooks_on_an_optimizer_are_known() -> None:
             assert not names.has_step_hooks(optimizer)
             getattr(optimizer, register)(lambda *_: None)
             assert names.has_step_hooks(optimizer)
+            assert not names.has_step_hooks(names.without_hooks(optimizer))
+
+
+def test_a_step_without_hooks_is_the_same() -> None:
+    with borrowed("optimizers") as names:
+        weight, calls = torch.ones(2, requires_grad=True), []
+        optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        weight.grad = torch.ones(2)
+        names.without_hooks(optimizer).step()
+        assert weight.tolist() == [0.5, 0.5]
+        assert weight in optimizer.state
+        assert not calls
 
 
 def test_state_in_codes_is_known() -> None:

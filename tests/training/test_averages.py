@@ -23,7 +23,7 @@ from evener.core.task.task import Task
 from evener.errors import ConfigurationError, TaskError
 from evener.strategies.sharded.sharded import Sharded
 from evener.testing import check_strategy
-from evener.tools.conformance.harness import NAMES
+from evener.tools.conformance.trials import NAMES
 from evener.training.engine import Engine
 from evener.training.fit import fit
 from evener.training.inference import InferenceSetup, evaluate_run

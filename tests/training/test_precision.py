@@ -114,9 +114,12 @@ class Told(Observer):
         self.words.append(record.words)
 
 
-def overflowing(**settings: Any) -> dict[str, Any]:
+def overflowing(optimizer: Any = None, **settings: Any) -> dict[str, Any]:
     told = Told()
-    task = tasks._task(model=lambda: nn.Sequential(Overflows(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    task = tasks._task(
+        model=lambda: nn.Sequential(Overflows(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
+        **({} if optimizer is None else {"optimizer": optimizer}),
+    )
     with Engine(task, device="cpu", precision="fp16", steps=6, observers=[told], **settings) as engine:
         weights = []
         for batch in engine.batches():
@@ -136,10 +139,18 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", Sharded(zero=2), Sharded(zero=3)], ids=["ddp", "zero=2", "zero=3"]
+    ("strategy", "optimizer"),
+    [
+        ("ddp", None),
+        (Sharded(zero=2), None),
+        (Sharded(zero=3), None),
+        (Sharded(zero=2), torch.optim.Adafactor),
+        (Sharded(zero=3), torch.optim.Adafactor),
+    ],
+    ids=["ddp", "zero=2", "zero=3", "whole weights, zero=2", "whole weights, zero=3"],
 )
-def test_an_overflow_on_one_rank_is_left_out_on_all(ranks: Any, strategy: Any) -> None:
-    first, second = ranks(2).run(overflowing, strategy=strategy, balance="2,1")
+def test_an_overflow_on_one_rank_is_left_out_on_all(ranks: Any, strategy: Any, optimizer: Any) -> None:
+    first, second = ranks(2).run(overflowing, optimizer, strategy=strategy, balance="2,1")
     for found in (first, second):
         weights = found["weights"]
         assert [same(a, b) for a, b in pairwise(weights)] == [

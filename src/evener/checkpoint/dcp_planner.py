@@ -48,6 +48,8 @@ class ShardPiece:
         kind, _, name = key.partition("/")
         name = name.rpartition("/")[0] if kind == "optimizer" else name
         piece, parameter = held.slices.get(name), held.model.get(name)
+        if kind == "optimizer" and name in held.whole_updates:
+            piece = None
         if (
             piece
             and isinstance(parameter, Tensor)

@@ -22,6 +22,7 @@ from evener.checkpoint.dcp_planner import PieceLoader, ShardPiece, quiet
 from evener.checkpoint.remote.fetch import fetched
 from evener.checkpoint.run_mark import UNMARKED, Identity, identity_in
 from evener.checkpoint.tensor_index import IndexReader, files_of, index_in, index_name
+from evener.components.optim.nested_state import with_tensors
 from evener.components.state_dict import HeldState
 from evener.core.text import said, shortened
 from evener.distributed.control_channel import Channel, LocalChannel
@@ -53,6 +54,7 @@ class StoredCheckpoint:
         room = {
             key: ShardPiece.room(key, entry, held)
             for key, entry in self._of("model/", "optimizer/", "average/")
+            if not _is_elsewhere(key, held)
         }
         self.fill(room)
         state: dict[str, Any] = {
@@ -65,6 +67,10 @@ class StoredCheckpoint:
         }
         for key, value in room.items():
             _put(state, key, value.held if isinstance(value, ShardPiece) else value)
+        here = {
+            name: entries for name, entries in state["optimizer"]["state"].items() if held.has_state_of(name)
+        }
+        state["optimizer"]["state"] = {name: with_tensors(entries) for name, entries in here.items()}
         for name, value in held.model.items():
             if isinstance(value, Tensor) and not isinstance(state["model"].get(name, value), Tensor):
                 raise DataError(f"{self.path} cannot be read as a checkpoint: it has no tensor for {name}")
@@ -109,6 +115,12 @@ class StoredCheckpoint:
         with _explained(self.path), quiet():
             reader = IndexReader(self.path, self.index)
             state_dict_loader.load(dict(room), storage_reader=reader, planner=PieceLoader(), no_dist=True)
+
+
+def _is_elsewhere(key: str, held: HeldState) -> bool:
+    """Returns True for state of the optimizer that another rank has whole."""
+    kind, _, name = key.partition("/")
+    return kind == "optimizer" and not held.has_state_of(name.rpartition("/")[0])
 
 
 def _put(state: dict[str, Any], key: str, value: Tensor) -> None:

@@ -201,7 +201,8 @@ class Saver:
         writers = self._writers()
         tensors = {key: self._copied(key, value, wait) for key, value in self._own(held, writers)}
         accelerators.synchronize(self._session.device)
-        leftovers = _serialized({"format": folder.FORMAT, "ranks": self._session.world_size, **rest}, held)
+        about = {"format": folder.FORMAT, "ranks": self._session.world_size}
+        leftovers = _serialized({**about, **rest, **held.leftovers(writers.gather)})
         mark = {**identity.as_plain(), "steps": steps}
 
         def act() -> None:
@@ -236,7 +237,10 @@ class Saver:
 
     def _own(self, held: HeldState, writers: Writers) -> Iterator[tuple[str, ShardPiece | Tensor]]:
         """Yields what this rank writes."""
-        found = [(key, value, held.shard_spec(name, value)) for key, name, value in held.tensors()]
+        found = [
+            (key, value, held.shard_spec(name, value, key.startswith("optimizer/")))
+            for key, name, value in held.tensors()
+        ]
         whole = "\n".join(key for key, _, piece in found if piece is None)
         alike = len(set(writers.gather(zlib.crc32(whole.encode())))) == 1  # else ranks hold different tensors
         for key, value, piece in found:
@@ -307,21 +311,10 @@ def _is_first(mesh: Mesh, piece: ShardSpec | None) -> bool:
     return all(mesh.index(axis) == 0 for axis in AXES if piece is None or axis not in piece.axes)
 
 
-def _serialized(rest: Mapping[str, Any], held: HeldState) -> bytes:
+def _serialized(rest: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
-    torch.save({**rest, **_leftovers(held)}, buffer)
+    torch.save(dict(rest), buffer)
     return buffer.getvalue()
-
-
-def _leftovers(held: HeldState) -> dict[str, Any]:
-    """Returns what is not a dense tensor, of the model and the optimizer's state, and the optimizer's groups."""
-    kept = {key for key, _, _ in held.tensors()}
-    model = {name: value for name, value in held.model.items() if f"model/{name}" not in kept}
-    state = {
-        name: {key: value for key, value in entries.items() if f"optimizer/{name}/{key}" not in kept}
-        for name, entries in held.optimizer["state"].items()
-    }
-    return {"model": model, "optimizer": held.optimizer | {"state": state}}
 
 
 # Parts of the writing, each on all ranks

@@ -36,7 +36,7 @@ def build_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
         TaskError: If the task returns something else; if the optimizer needs a closure, holds tensors that are no
             parameters of the model, or has an empty group while some parameters are in none.
     """
-    optimizer = task.optimizer(_what_is_asked_for(task.optimizer, model))
+    optimizer = task.optimizer(what_is_asked_for(task.optimizer, model))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TaskError(
             f"Task.optimizer returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer"
@@ -84,7 +84,8 @@ def explaining_model_errors(task: Task) -> AbstractContextManager[None]:
     return explaining_placement(f"Task.model of {task.name!r}")
 
 
-def _what_is_asked_for(factory: Any, model: nn.Module) -> Any:
+def what_is_asked_for(factory: Any, model: nn.Module) -> Any:
+    """Returns what ``Task.optimizer`` is called with, as :func:`build_optimizer` tells."""
     asked = _first_parameter(factory)
     if asked is not None and asked.name == "named_parameters":
         return clean_names(model)

@@ -27,10 +27,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from evener.components.model_init import named_tensors
 from evener.components.optim.eight_bit import kept_as, name_of, plain
+from evener.components.optim.nested_state import leaves_of, without_tensors
+from evener.components.optim.stand_ins import is_away, is_updated_whole, model_parameter
 from evener.components.sharded_tensor.local import as_held, local
 from evener.components.sharded_tensor.shard_spec import ShardSpec, shard_spec
 from evener.core.text import few
 from evener.data.batch import map_leaves
+from evener.distributed.hosts import all_gather
 from evener.distributed.mesh import Mesh
 from evener.errors import ConfigurationError
 from evener.hardware.memory import made_as
@@ -60,10 +63,18 @@ class HeldState:
     """The shards of the divided parameters and buffers."""
     average: dict[str, Tensor] = field(default_factory=dict)
     """The averages of weights and buffers."""
+    whole_updates: dict[str, bool] = field(default_factory=dict)
+    """The parameters whose optimizer state one rank has whole, in any shape, and whether it is this rank."""
 
-    def shard_spec(self, name: str, value: Any) -> ShardSpec | None:
+    def has_state_of(self, name: str) -> bool:
+        """Returns False if another rank has the optimizer's state of the parameter."""
+        return self.whole_updates.get(name, True)
+
+    def shard_spec(self, name: str, value: Any, in_optimizer: bool = False) -> ShardSpec | None:
         """Returns the shard that ``value`` is: the parameter ``name``, or optimizer state of it. Returns None if it is
         whole."""
+        if in_optimizer and name in self.whole_updates:
+            return None
         piece = self.slices.get(name)
         parameter = self.model.get(name)
         alike = isinstance(value, Tensor) and isinstance(parameter, Tensor) and value.shape == parameter.shape
@@ -78,9 +89,25 @@ class HeldState:
         for name, value in self.average.items():
             yield f"average/{name}", name, value
         for name, entries in self.optimizer["state"].items():
-            for key, value in entries.items():
+            for path, value in (leaf for entry in entries.items() for leaf in leaves_of(*entry)):
                 if _is_dense(value):
-                    yield f"optimizer/{name}/{key}", name, plain(value)
+                    yield f"optimizer/{name}/{path}", name, plain(value)
+
+    def leftovers(self, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
+        """Returns what is not a dense tensor, of the model and the optimizer's state, and the optimizer's groups.
+
+        Args:
+            gather: Gathers an object from every rank. Called on all ranks, or on none.
+        """
+        model = {name: value for name, value in self.model.items() if not _is_dense(value)}
+        state: dict[str, dict[str, Any]] = {}
+        for name, entries in self.optimizer["state"].items():
+            rest = {key: value for key, value in entries.items() if not _is_dense(value)}
+            state[name] = {key: without_tensors(key, value, _is_dense) for key, value in rest.items()}
+        if self.whole_updates:  # each rank has the state of other parameters
+            for found in gather({name: state[name] for name in self.whole_updates if name in state}):
+                state |= found
+        return {"model": model, "optimizer": self.optimizer | {"state": state}}
 
 
 def _is_dense(value: Any) -> bool:
@@ -95,9 +122,9 @@ def held(
     with outside():  # also in the middle of a step, when divided layers hide their weights
         of_model: dict[str, Any] = {name: _held(value) for name, value in get_model_state_dict(model).items()}
     state = {
-        names[p]: {key: _held(value) for key, value in entries.items()}
+        names[model_parameter(p)]: {key: _held(value) for key, value in entries.items()}
         for p, entries in optimizer.state.items()
-        if p in names
+        if model_parameter(p) in names and not is_away(p)
     }
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": _listed(group, names)}
@@ -105,7 +132,9 @@ def held(
     ]
     slices = {name: piece for name, tensor in named_tensors(model).items() if (piece := shard_spec(tensor))}
     of_optimizer = {"class": name_of(optimizer), "state": state, "groups": groups}
-    return HeldState(of_model, of_optimizer, slices, dict(average or {}))
+    updated = (p for group in optimizer.param_groups for p in group["params"] if is_updated_whole(p))
+    wholes = {names[model_parameter(p)]: not is_away(p) for p in updated}
+    return HeldState(of_model, of_optimizer, slices, dict(average or {}), wholes)
 
 
 def _held(value: Any) -> Any:
@@ -117,26 +146,33 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def _listed(group: Mapping[str, Any], names: Mapping[Tensor, str]) -> list[str]:
-    return [names.get(parameter, "") for parameter in group["params"]]
+    return [names.get(model_parameter(parameter), "") for parameter in group["params"]]
 
 
 def whole(found: HeldState, mesh: Mesh) -> dict[str, Any]:
     """Returns the whole state, copied to the CPU. If something is divided, all ranks must call this together."""
 
-    def copied(name: str, value: Any) -> Any:
-        piece = found.shard_spec(name, value)
+    def copied(name: str, value: Any, in_optimizer: bool = False) -> Any:
+        piece = found.shard_spec(name, value, in_optimizer)
         return _copy(piece.gather(plain(value), mesh)) if piece else map_leaves(_copy, plain(value))
 
+    def entries_of(name: str) -> dict[str, Any]:
+        entries = found.optimizer["state"].get(name, {})
+        own = {key: copied(name, value, True) for key, value in entries.items()}
+        if name not in found.whole_updates or mesh.world is None:
+            return own
+        of_ranks = all_gather(own, mesh.world)  # empty where the state is elsewhere
+        return next(filter(None, of_ranks), own)
+
+    others = [name for name in found.optimizer["state"] if name not in found.whole_updates]
+    names = [*others, *found.whole_updates]  # in the same order on all ranks
     return {
         "model": {name: copied(name, value) for name, value in found.model.items()},
         "average": {name: copied(name, value) for name, value in found.average.items()},
         "optimizer": {
             **found.optimizer,
             "groups": map_leaves(_copy, found.optimizer["groups"]),
-            "state": {
-                name: {key: copied(name, value) for key, value in entries.items()}
-                for name, entries in found.optimizer["state"].items()
-            },
+            "state": {name: entries for name in names if (entries := entries_of(name)) or name in others},
         },
     }
 
@@ -177,15 +213,16 @@ def load_state(
 
     def entries_of(name: str) -> dict[str, Any]:
         return {
-            key: kept_as(optimizer, tensors[name], key, map_leaves(_own, taken(name, value)))
+            key: kept_as(optimizer, tensors[name], key, map_leaves(_own, part_of(name, value)))
             for key, value in state[name].items()
             if not key.startswith(OF_REPLICAS)
         }
 
-    groups = found["optimizer"]["groups"]
-    _load_optimizer(
-        optimizer, load or optimizer.load_state_dict, _names(model), list(state), entries_of, groups
-    )
+    def part_of(name: str, value: Any) -> Any:
+        return value if name in own.whole_updates else taken(name, value)
+
+    groups, here = found["optimizer"]["groups"], [name for name in state if own.has_state_of(name)]
+    _load_optimizer(optimizer, load or optimizer.load_state_dict, _names(model), here, entries_of, groups)
 
 
 def taker(model: nn.Module, optimizer: torch.optim.Optimizer, cut: Cut | None) -> Callable[[str, Any], Any]:
@@ -236,7 +273,8 @@ def _load_optimizer(
     listed = []
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         # Numbered in the order of this optimizer; the saved order may differ.
-        own = [numbers.setdefault(names[parameter], len(numbers)) for parameter in group["params"]]
+        held = [names[model_parameter(parameter)] for parameter in group["params"]]
+        own = [numbers.setdefault(name, len(numbers)) for name in held]
         kept = {key: _alike(value, group.get(key)) for key, value in saved.items() if key not in _OF_DEVICE}
         listed.append({**group, **map_leaves(_own, kept), "params": own})
     state = _Made({numbers[name]: partial(entries_of, name) for name in saved_names})

@@ -32,7 +32,7 @@ from torch import nn
 from evener.components import model_init as model
 from evener.components.activation_checkpoint.forward import recompute_blocks
 from evener.components.amp.policy import Precision, able, agreed, products_of
-from evener.components.build import build_optimizer, check_trainable
+from evener.components.build import check_trainable
 from evener.components.checks.embeddings import refuse_lookups
 from evener.components.checks.param_hooks import refuse_hooks
 from evener.components.compile_check.graph import watched
@@ -60,6 +60,7 @@ from evener.strategies.steppers.oom_lockstep import fitted
 from evener.strategies.steppers.optimizer_in_backward import in_backward
 from evener.strategies.sync_batch_norm import normalize_apart
 from evener.strategies.synchronizer import Synchronizer
+from evener.strategies.whole_matrices import build_divided, ownership_terms
 
 
 class Strategy(Recipe, ABC):
@@ -235,6 +236,8 @@ def set_up(
         if strategy.divides_model:
             refuse_hooks(built, strategy.label)
         refuse_lookups(built, learner.mesh)
+        if strategy.divides_model:
+            learner.ownership = ownership_terms(task, built, learner)
         strategy = strategy.prepared(built, learner)
         _draw_apart(settings.seed, learner.mesh)
         if settings.batch_norm == "local":
@@ -255,7 +258,7 @@ def set_up(
         learner.offloaded.apply(placed)
         own_precision = settings.precision.apply(placed, caches)
         learner.first_step_checks = [own_precision.check, learner.offloaded.check]
-        learner.optimizer = build_optimizer(task, placed)
+        learner.optimizer = build_divided(learner, placed)
         if settings.optimizer_state is not None:
             learner.optimizer = in_eight_bits(learner.optimizer)
         if settings.fuses:

@@ -26,13 +26,13 @@ class LearnerRecord(TypedDict):
 
 def describe(learner: Learner) -> LearnerRecord:
     """Returns what the records say about a learner now. A text is empty if there is nothing to say."""
-    settings, optimizer = learner.settings, learner.optimizer
+    settings, optimizer, updates = learner.settings, learner.optimizer, learner.whole_updates
     return {
         "strategy": learner.name,
         "allreduce": learner.synchronizer.words,
         "merging": learner.replicas.words if learner.replicas else "",
         "precision": settings.precision.words,
-        "optimizer": fused.words_of(optimizer),
+        "optimizer": fused.words_of(optimizer) if updates is None else updates.words,
         "optimizer_state": eight_bit.words_of(optimizer),
         "batch_norm": words_of_normalization(learner),
         "updates": updates_of(learner),

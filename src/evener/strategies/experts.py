@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import nn
 
 from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec
@@ -21,7 +20,7 @@ from evener.distributed.mesh import AXES, Mesh
 from evener.errors import ConfigurationError, TaskError
 from evener.nn.experts import STACKED, Experts
 from evener.strategies.ddp import Ddp
-from evener.strategies.features import check_elementwise, check_untied
+from evener.strategies.features import check_untied
 from evener.strategies.interfaces import StrategySettings
 
 AXIS = "data"
@@ -57,9 +56,6 @@ class ExpertParallel(Ddp):
                     _cut(layer, stacked, ShardSpec(AXIS, 0, pieces, mesh.index(AXIS)))
                 layer.divide(pieces, group)
         return super().parallelize(model, mesh, settings)
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        check_elementwise(optimizer, "experts")
 
 
 def _expert_layers(model: nn.Module) -> dict[str, Experts]:

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -48,8 +47,6 @@ T = TypeVar("T", bound=Tensor)
 
 AXIS = "tensor"
 """The mesh axis over which features are divided."""
-_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
-"""PyTorch optimizers that need whole weight matrices, which no rank holds here."""
 
 
 class FeatureParallel(Strategy):
@@ -98,9 +95,6 @@ class FeatureParallel(Strategy):
 
     def stepper(self, learner: Learner) -> Stepper:
         return Plain(learner)
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        check_elementwise(optimizer, "dimension")
 
     def portion(self, dataset: Any, learner: Learner) -> Any:
         pieces = (slice_over(parameter, AXIS) for parameter in learner.model.parameters())
@@ -166,15 +160,6 @@ class ReplicatedGradSync(SynchronizerAround):
             sent_in_buckets(
                 (tensor.detach() for tensor in tensors), send, self._learner.settings.bucket_nbytes
             )
-
-
-def check_elementwise(optimizer: torch.optim.Optimizer, strategy: str) -> None:
-    """Raises ConfigurationError if ``optimizer`` needs whole weights: each rank of ``strategy`` holds only slices."""
-    if type(optimizer).__name__ in _NOT_ELEMENTWISE:
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} looks at a weight as a whole, but each rank of strategy {strategy!r} holds a "
-            "slice; use an optimizer that treats each element alone, such as SGD or AdamW"
-        )
 
 
 def _feature_layers(model: nn.Module) -> dict[str, nn.Linear]:

@@ -29,6 +29,7 @@ from evener.components.model_with_loss import Replica
 from evener.components.offload.offload import OffloadState
 from evener.components.optim.eight_bit import stepping
 from evener.components.optim.fused import lay_out
+from evener.components.optim.whole_updates import OwnershipTerms, WholeUpdates
 from evener.components.penalty import add_penalty
 from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.components.trainable import TrainableParameters
@@ -88,13 +89,16 @@ class Learner:
     """The trained parameters, at the start and now."""
     average: WeightAverage
     """The average of the weights, if the task asks for one."""
+    ownership = OwnershipTerms()
+    """The weights that the optimizer updates as wholes, and what the ranks can do."""
+    whole_updates: WholeUpdates | None = None
+    """Updates weights as wholes if the optimizer must have them so. None if pieces are updated."""
     rounds: Rounds | Sections | None = None
     """How the training is divided into rounds of local steps, or sections. None if all ranks meet in each step."""
     replicas: StoredReplicas | None = None
     """The replicas whose state differs from the model's, for a strategy of local steps."""
     first_step_checks: list[Callable[[Callable[[Any], list[Any]]], None]]
-    """Checks that run once, after the first update. Each is called with a function that gathers an object from every
-    rank."""
+    """Checks that run once, after the first update, with a function that gathers an object from every rank."""
 
     def __init__(
         self, name: str, task: Task, session: Session, settings: StrategySettings, portion: Portion
@@ -119,8 +123,7 @@ class Learner:
         self.updated_early: set[Tensor] = set()
         """Parameters that were updated during the last backward pass."""
         self.when_drawn: Callable[[int], None] = lambda step: None
-        """Called with the step number when this rank has drawn all random numbers of the step, before it sends its last
-        gradients. Only if the synchronizer supports it (`Synchronizer.holds_all`)."""
+        """Called with the number of the step when this rank has drawn all its random numbers: if `holds_all`."""
         self.clipping = Clipping(settings.clip_norm)
         self.has_shared_buffers = False
         """True if loose buffers have been copied from one rank to all others."""
@@ -244,7 +247,8 @@ class Learner:
             self.clipping(parameters, self.mesh)
             lay_out(self.optimizer)
             with named_range("optimizer"), stepping(self.optimizer, self.session.device):
-                (self.offloaded.updates or self.optimizer).step()
+                step_all = (self.offloaded.updates or self.optimizer).step
+                step_all() if self.whole_updates is None else self.whole_updates.step(step_all)
             self.optimizer.zero_grad(set_to_none=True)
         else:
             self._leave_out()

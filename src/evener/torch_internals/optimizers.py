@@ -1,7 +1,8 @@
 """Private names of optimizers: hooks on a step, and norms of many gradients.
 
 - ``Optimizer._optimizer_step_pre_hooks`` and ``..._post_hooks`` show if hooks were registered; there is no public way
-  to ask. Code that updates in place of the optimizer's ``step`` would silently skip them.
+  to ask. Code that updates in place of the optimizer's ``step`` would silently skip them. A step in several parts must
+  call them once.
 - ``torch._foreach_norm`` computes the largest absolute value of each of many tensors in one call.
   ``torch.linalg.vector_norm`` takes one tensor, and launching it on a GPU takes the host as long as launching the norms
   of a hundred tensors together. ``torch.nn.utils.get_total_norm`` launches them together, but returns the total norm.
@@ -12,7 +13,9 @@ Tested with torch 2.11, 2.13, 2.15.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +25,15 @@ from torch.optim import Optimizer
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Returns True if the optimizer has hooks before or after its step."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def without_hooks(optimizer: Optimizer) -> Optimizer:
+    """Returns an optimizer with the same parameters, state and options, and without hooks. A scheduler replaces
+    ``step``, which it does not have."""
+    made: Any = object.__new__(type(optimizer))
+    vars(made).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return made  # type: ignore[no-any-return]
 
 
 def largest(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -299,7 +299,6 @@ def refused(name: str, options: dict[str, Any]) -> tuple[type[BaseException], st
         ),
         ("layers", {"cut": "1,2"}, ConfigurationError, "cut '1,2' begins 2 stages besides the first"),
         ("contrasting", {}, ConfigurationError, "it looks at several samples together.* microbatches=1"),
-        ("whole_weights", {}, ConfigurationError, "each rank of strategy 'pipeline' holds a slice"),
         ("by_hand", {}, ConfigurationError, r"take steps with engine.step\(batch\)"),
         ("infinite", {}, DivergenceError, "the loss is nan in step 0 on rank 1"),
     ],

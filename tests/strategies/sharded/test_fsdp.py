@@ -384,10 +384,6 @@ def masked() -> Task:
     return task(optimizer=lambda parameters: torch.optim.Rprop(parameters))
 
 
-def whole_weights() -> Task:
-    return task(optimizer=lambda parameters: torch.optim.Adafactor(parameters))
-
-
 def refused(name: str, settings: dict[str, Any]) -> tuple[type[BaseException], str]:
     with pytest.raises(EvenerError) as caught:
         trajectory(name, dtype=None, **settings)
@@ -408,7 +404,6 @@ def refused(name: str, settings: dict[str, Any]) -> tuple[type[BaseException], s
         ),
         ("together", {}, ConfigurationError, "SGD steps many parameters at once.*foreach=False"),
         ("masked", {}, ConfigurationError, "Rprop chooses elements by masks.*zero=2"),
-        ("whole_weights", {}, ConfigurationError, "Adafactor looks at a weight as a whole"),
         ("task", {"compress": "bf16"}, ConfigurationError, "there is no compress: leave it out"),
         ("task", {"bucket_mb": 1.0}, ConfigurationError, "there is no bucket_mb: leave it out"),
         (

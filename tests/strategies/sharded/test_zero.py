@@ -498,10 +498,6 @@ def reentrant() -> Task:
     return task(model=lambda: Recurrent(reentrant=True))
 
 
-def whole_weights() -> Task:
-    return task(optimizer=lambda parameters: torch.optim.Adafactor(parameters))
-
-
 def hooked() -> Task:
     def model() -> nn.Module:
         built = Recurrent()
@@ -533,7 +529,6 @@ def refused(name: str, settings: dict[str, Any]) -> tuple[type[BaseException], s
         ("hooked", {}, "the model registers a hook on the gradient of mix.weight"),
         ("accumulating", {}, "the model registers a hook on the gradient of mix.weight"),
         ("hooked", {"strategy": "sharded"}, "the model registers a hook on the gradient of mix.weight"),
-        ("whole_weights", {}, "each rank of strategy 'sharded' holds a slice"),
         ("recurrent", {"compress": "fp16"}, "strategy 'sharded' with zero=2 cannot compress with 'fp16'"),
         ("recurrent", {"allreduce": "ring"}, "all-reduce 'ring' brings the sum to all ranks; to the owners"),
         ("recurrent", {"strategy": Zero(shard_sizes="1,2,3")}, "3 weights .* for 2 ranks"),

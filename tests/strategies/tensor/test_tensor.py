@@ -22,7 +22,7 @@ from evener.errors import ConfigurationError, EvenerError, TaskError
 from evener.nn import VocabularyParallelCrossEntropy
 from evener.strategies.tensor.tensor import TensorParallel
 from evener.testing import check_strategy
-from evener.tools.conformance.harness import NAMES
+from evener.tools.conformance.trials import NAMES
 from evener.tools.verify import Trajectory, record, relative_error
 from evener.training.engine import Engine
 from tests.comparing import handed_on, worst
@@ -250,10 +250,6 @@ def tied() -> Task:
     return wide.task_of(model, wide.draws(wide.SAMPLES, 5))
 
 
-def whole_weights() -> Task:
-    return wide.task_of(wide.mlp().model, wide.draws(wide.SAMPLES, 5), optimizer=torch.optim.Adafactor)
-
-
 def nothing() -> Task:
     return wide.task_of(lambda: nn.Linear(5, 3), wide.draws(wide.SAMPLES, 5))
 
@@ -301,7 +297,6 @@ def test_a_part_that_is_taken_for_the_whole_is_found(ranks: Any, name: str, loop
         ("few_heads", {}, ConfigurationError, "encoder.layers.0.self_attn has 2 .* leave rank 2 of 3 without one"),
         ("mlp", {"balance": "9,1,1"}, ConfigurationError, "has 7 features.* leave rank 2 of 3 without one"),
         ("tied", {"plan": "embed=vocabulary"}, TaskError, "embed.weight and head.weight|head.weight and embed.weight"),
-        ("whole_weights", {}, ConfigurationError, "each rank of strategy 'tensor' holds a slice"),
         ("nothing", {}, TaskError, "looked in Linear for pairs"),
         ("separate", {"plan": UNEVEN, "balance": "2,2,1"}, TaskError, r"attention.o reads \[.* and attention.k"),
         ("mlp", {"compress": "int8"}, ConfigurationError, "strategy 'tensor' sends no gradients that 'int8'"),

@@ -13,8 +13,8 @@ from evener.core.config.strategy_names import STRATEGIES
 from evener.errors import ConfigurationError
 from evener.strategies.registry import strategy_called
 from evener.testing import ConformanceError, check_strategy
-from evener.tools.conformance.harness import NAMES
 from evener.tools.conformance.strategies import TOLERANCE, difference
+from evener.tools.conformance.trials import NAMES
 from tests.distributed.processes import call
 from tests.tiers import NIGHTLY, SLOW, spread
 

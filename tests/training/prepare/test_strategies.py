@@ -521,7 +521,7 @@ REFUSED = (
     (sorted_gradients, TENSOR, "was given to flatten, which would see this rank's part of it alone"),
     (saved_by_one, TENSOR, r"rank 0 in state_dict\(\), rank 1 in the end of a batch"),
     (pickled, TENSOR, "cannot be pickled"),
-    (test_prepare.with_a_closure, ZERO3, "LBFGS looks at a weight as a whole"),
+    (test_prepare.with_a_closure, ZERO3, "LBFGS may look at a weight as a whole"),
 )
 
 

@@ -108,7 +108,9 @@ class OffloadState:
 
 def _check_devices(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     kinds = {local(p).device.type for group in optimizer.param_groups for p in group["params"]}
-    if device.type not in kinds:
+    if (
+        kinds - {"meta"} and device.type not in kinds
+    ):  # weights that other ranks update are on the meta device
         raise ConfigurationError(
             "offload optimizer: with the option offload of strategy 'sharded' the weights are in the memory of the "
             "host already, and the state of their optimizer with them: leave one of both out"

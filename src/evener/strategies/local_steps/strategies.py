@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from evener.components.fragments import cut_into_fragments
+from evener.components.optim.elementwise import updated_whole
 from evener.data.rounds import Rounds
 from evener.distributed.mesh import Layout, Mesh
 from evener.errors import ConfigurationError
@@ -199,6 +200,11 @@ class LocalSgd(Strategy):
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigurationError(f"strategy {self.label!r} does not go with LBFGS, which needs closures")
         if self.zero:
+            if updated_whole(optimizer):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} may look at a weight as a whole, but each rank of strategy "
+                    f"{self.label!r} with zero={self.zero} holds a slice; use zero=0, or SGD or AdamW"
+                )
             Sharded(self.zero).check_optimizer(optimizer)
 
     def prepared(self, model: nn.Module, learner: Learner) -> Strategy:

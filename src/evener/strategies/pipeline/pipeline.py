@@ -17,7 +17,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, fx, nn
 
 from evener.components.amp.policy import own_forward
@@ -31,7 +30,6 @@ from evener.errors import ConfigurationError
 from evener.nn.experts import Experts
 from evener.strategies.after_backward import summing_afterwards
 from evener.strategies.base import Strategy
-from evener.strategies.features import check_elementwise
 from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.pipeline.auto_partition import (
@@ -178,9 +176,6 @@ class Pipeline(Strategy):
         together = any(isinstance(module, _LOOKS_AT_SAMPLES) for module in learner.model.modules())
         wanted = 1 if together else self._wanted(learner.mesh.degree(AXIS))
         return PipelineStepper(learner, AXIS, staged(learner), self.schedule, wanted)
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        check_elementwise(optimizer, "pipeline")
 
     def check_recompute(self, asked: Recompute) -> None:
         if self.schedule == "zero-bubble":

@@ -27,11 +27,11 @@ from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
 from evener.hardware.timers import waiting
 from evener.strategies.ddp import Ddp
-from evener.strategies.features import check_elementwise
 from evener.strategies.interfaces import StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.sharded.owned_weight import AXIS
 from evener.strategies.sharded.ownership import rows_of_owners
+from evener.strategies.whole_matrices import check_elementwise
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ from evener.errors import ConfigurationError, TaskError
 from evener.hardware.async_read import Readout, is_late
 from evener.strategies.after_backward import PostBackwardSum
 from evener.strategies.base import Strategy
-from evener.strategies.features import check_elementwise
 from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.reducer import is_apart
@@ -151,7 +150,6 @@ class Fsdp(Strategy):
         return Plain(learner)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        check_elementwise(optimizer, self.label)
         if isinstance(optimizer, torch.optim.Rprop):
             raise ConfigurationError(
                 "Rprop chooses elements by masks, which the DTensors of PyTorch's FSDP2 do not take: use "

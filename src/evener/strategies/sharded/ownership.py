@@ -57,6 +57,11 @@ def divide_rows(tables: Sequence[tuple[int, int]], parts: Sequence[float]) -> li
     return [found[index] for index in range(len(tables))]
 
 
+def one_owner(rows: int, owner: int, ranks: int) -> tuple[range, ...]:
+    """Returns ranges of which ``owner`` has all rows, and the other ranks have none."""
+    return tuple(range(0 if rank <= owner else rows, rows if rank >= owner else 0) for rank in range(ranks))
+
+
 def _rounded(wanted: Sequence[float], total: int) -> list[int]:
     """Rounds ``wanted`` to non-negative integers that add up to ``total``, by the largest remainders."""
     positive = [max(0.0, want) for want in wanted]

@@ -102,6 +102,11 @@ class Sharded(Strategy):
     def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         return self._depth.layout(world_size, settings)
 
+    def prepared(self, model: nn.Module, learner: Learner) -> Strategy:
+        found = replace(self)
+        vars(found)["_depth"] = self._depth.prepared(model, learner)
+        return found
+
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         return self._depth.parallelize(model, mesh, settings)
 

@@ -17,25 +17,27 @@ others, SC 2020, https://arxiv.org/abs/1910.02054).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import nn
 
 from evener.balance.shares import parse_shares
 from evener.components import gradients
+from evener.components.model_init import in_type
+from evener.components.optim.whole_updates import OwnershipTerms
 from evener.components.sharded_tensor.shard_spec import ShardSpec, by_axes, set_shard_spec, shard_spec
 from evener.distributed.mesh import Layout, Mesh
 from evener.errors import ConfigurationError, ShareError
+from evener.nn.fqn import clean_name
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import summing
-from evener.strategies.features import check_elementwise
 from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.sharded.owned_weight import AXIS
-from evener.strategies.sharded.ownership import divide_rows
+from evener.strategies.sharded.ownership import divide_rows, one_owner
 from evener.strategies.sharded.zero_reduce import ZeroSum
 from evener.strategies.steppers.plain import Plain
 from evener.strategies.sync_batch_norm import normalize_together
@@ -59,6 +61,9 @@ class Zero(Strategy):
     """Whether the ranks of a host share one copy of the whole weights, also in the user's own training loop. Writes to
     weights outside of ``engine.update()`` are then visible to other ranks at once, even during a pass."""
 
+    ownership: ClassVar[OwnershipTerms] = OwnershipTerms()
+    """The weights that have one owner. Set on the object that :meth:`prepared` returns."""
+
     name: ClassVar[str] = "sharded"
     axis: ClassVar[str] = AXIS
     combines: ClassVar[tuple[str, ...]] = ("pipeline", "data", "context", "tensor")
@@ -81,9 +86,14 @@ class Zero(Strategy):
             )
         return Layout({AXIS: world_size})
 
+    def prepared(self, model: nn.Module, learner: Learner) -> Strategy:
+        found = replace(self)
+        object.__setattr__(found, "ownership", learner.ownership)
+        return found
+
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         if mesh.degree(AXIS) > 1:
-            _cut(model, self.parts(mesh.degree(AXIS)), mesh.index(AXIS))
+            _cut(model, self.parts(mesh.degree(AXIS)), mesh.index(AXIS), self._owners(model, mesh, settings))
         return normalize_together(model, mesh)
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
@@ -96,8 +106,23 @@ class Zero(Strategy):
     def stepper(self, learner: Learner) -> Stepper:
         return Plain(learner)
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        check_elementwise(optimizer, self.label)
+    def _owners(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> dict[nn.Parameter, int]:
+        """Returns the owner of each weight that is updated as a whole. Ranks that differ on other axes have the same
+        owners, also if they hold different slices of a weight: so shapes are whole, and the slowest rank counts."""
+        cut = set(_divisible(model))
+        named = ((clean_name(name), parameter) for name, parameter in model.named_parameters())
+        found = [p for name, p in named if name in self.ownership.names and p in cut and p.numel()]
+        if not found:
+            return {}
+        terms = self.ownership.along(mesh.layout, (AXIS,), mesh.ranks(AXIS))
+        if self.shard_sizes is not None:
+            terms = replace(terms, speeds=tuple(self.parts(mesh.degree(AXIS))))
+        shapes = [spec.whole_shape(p.shape) if (spec := shard_spec(p)) else tuple(p.shape) for p in found]
+        later = settings.weight_type  # the model is converted when it is divided
+        types = [p.dtype if later is None else in_type(p, later) for p in found]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, types, strict=True)]
+        owners = terms.owners(list(zip(shapes, sizes, strict=True)), held=1.0)
+        return dict(zip(found, owners, strict=True))
 
     def parts(self, degree: int) -> list[float]:
         """Returns the part of the rows that each of ``degree`` owners has."""
@@ -111,13 +136,17 @@ class Zero(Strategy):
             ) from error
 
 
-def _cut(model: nn.Module, parts: Sequence[float], index: int) -> None:
-    """Replaces every trained weight of the model by this rank's piece of it."""
+def _cut(model: nn.Module, parts: Sequence[float], index: int, owners: Mapping[nn.Parameter, int]) -> None:
+    """Replaces every trained weight of the model by this rank's piece of it: some rows, or all for an owner of the
+    whole."""
     sparse = gradients.sparse_weights(model)
     cut = {parameter: _dim(parameter, parameter in sparse) for parameter in _divisible(model)}
     pieces: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter, owner in owners.items():
+        rows = one_owner(parameter.shape[cut[parameter]], owner, len(parts))
+        pieces[parameter] = _piece(parameter, cut[parameter], rows, index)
     # Weights divided over the same other axes are cut together, so that all ranks of those axes cut them alike.
-    for alike in by_axes(cut).values():
+    for alike in by_axes(parameter for parameter in cut if parameter not in owners).values():
         tables = [
             (parameter.shape[cut[parameter]], _nbytes_of_row(parameter, cut[parameter]))
             for parameter in alike

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.components.optim.eight_bit import stepping
+from evener.components.optim.elementwise import SAYS_ALONE
 from evener.components.optim.fused import lay_out
 from evener.components.sharded_tensor.local import is_divided
 from evener.data.batch import Batch
@@ -38,7 +39,7 @@ from evener.torch_internals.optimizers import has_step_hooks
 
 _SETTING = "update_in_backward"
 _KNOWN = ("torch.optim.", "torchao.optim.", "bitsandbytes.optim.")
-SAYS_SO = "updates_each_alone"
+SAYS_SO = SAYS_ALONE
 """An attribute that a user's optimizer sets to True if its updates treat each parameter independently."""
 
 

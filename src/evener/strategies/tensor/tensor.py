@@ -44,7 +44,7 @@ from evener.nn.tensor_parallel_conv1d import column_kinds, row_kinds
 from evener.nn.vocabulary_loss import VocabularyParallelCrossEntropy
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import summing
-from evener.strategies.features import ReplicatedGradSync, check_elementwise
+from evener.strategies.features import ReplicatedGradSync
 from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.steppers.plain import Plain
@@ -138,9 +138,6 @@ class TensorParallel(Strategy):
 
     def stepper(self, learner: Learner) -> Stepper:
         return Plain(learner)
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        check_elementwise(optimizer, "tensor")
 
 
 def _left_whole(model: nn.Module, reasons: Mapping[str, str]) -> Iterator[str]:

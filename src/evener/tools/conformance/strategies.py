@@ -23,8 +23,6 @@ from evener.errors import ConfigurationError
 from evener.strategies.interfaces import StrategySettings
 from evener.tools.conformance.errors import ConformanceError, broken
 from evener.tools.conformance.harness import (
-    NAMES,
-    TRIALS,
     Chosen,
     Findings,
     NotKeptError,
@@ -33,6 +31,7 @@ from evener.tools.conformance.harness import (
     alone,
     reference_of,
 )
+from evener.tools.conformance.trials import NAMES, TRIALS
 from evener.training.factory import strategy_of
 
 TOLERANCE = 1e-10
@@ -62,7 +61,7 @@ def check_strategy(
         processes: Numbers of ranks, each at least 2.
         mesh: As ``--mesh`` takes it. None for the strategy's own layout.
         without: Trials to leave out because the strategy does not claim to support them; names from
-            ``evener.tools.conformance.harness.NAMES``.
+            ``evener.tools.conformance.trials.NAMES``.
         device: Device of the ranks.
         timeout_seconds: Longest wait for another rank.
 

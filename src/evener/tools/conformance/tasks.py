@@ -108,6 +108,22 @@ def buffers() -> Task:
     return _task(model=Averaging)
 
 
+def matrices() -> Task:
+    """Task whose optimizer, Muon, looks at whole matrices, and has nothing else. One of them has a single row."""
+    return _task(
+        model=lambda: nn.Sequential(
+            nn.Linear(FEATURES, 8, bias=False),
+            nn.Tanh(),
+            nn.Linear(8, 1, bias=False),
+            nn.Linear(1, 7, bias=False),
+            nn.Linear(7, CLASSES, bias=False),
+        ),
+        optimizer=lambda parameters: torch.optim.Muon(parameters, lr=0.05),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8),
+        scheduler_interval="step",
+    )
+
+
 def broken(what: str, rank: int) -> Task:
     """Task whose ``loss`` or ``gradient`` is NaN on one rank in the fourth step."""
     return _task(model=lambda: Broken(what, rank))

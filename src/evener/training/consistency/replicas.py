@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evener.components.optim.stand_ins import states_of
 from evener.components.sharded_tensor.local import local, off_host
 from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.core.config.run_config import RunConfig
@@ -91,18 +92,17 @@ def _weights(device: torch.device) -> Tensor:
 
 def parts_of(learner: Learner, everything: bool) -> Iterator[ReplicaPart]:
     """Yields this rank's weights and buffers and, with ``everything``, the optimizer's state."""
-    names: dict[Tensor, str] = dict(learner.names.items())
-    yield from (_part(name, weight, weight) for weight, name in names.items())
+    yield from (_part(name, weight, weight) for weight, name in learner.names.items())
     yield from (_part(f"the average of {name}", *pair) for name, pair in learner.average.pairs().items())
     for at, module in learner.model.named_modules():
         for name, buffer in own_buffers(module).items():
             if buffer is not None:
                 yield _part(clean_name(f"{at}.{name}" if at else name), buffer, buffer)
     alike = everything and not isinstance(learner.rounds, Rounds)  # replicas have states of their own
-    for parameter, entries in learner.optimizer.state.items() if alike else ():
+    for parameter, entries in states_of(learner.optimizer) if alike else ():
         for key, value in entries.items():
-            if isinstance(value, Tensor) and parameter in names:
-                yield from _parts(f"the optimizer's {key} of {names[parameter]}", value, parameter)
+            if isinstance(value, Tensor) and parameter in learner.names:
+                yield from _parts(f"the optimizer's {key} of {learner.names[parameter]}", value, parameter)
 
 
 def _parts(name: str, value: Tensor, owner: Tensor) -> Iterator[ReplicaPart]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from evener.components.model_init import named_tensors
+from evener.components.optim.stand_ins import model_parameter
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.data.fingerprint import Fingerprint, difference, fingerprint
@@ -211,7 +212,7 @@ def facts_of_optimizer(
         "the number of the optimizer's groups": len(optimizer.param_groups),
     }
     for place, group in enumerate(optimizer.param_groups):
-        held = [names.get(parameter, "?") for parameter in group["params"]]
+        held = [names.get(model_parameter(parameter), "?") for parameter in group["params"]]
         facts[f"the number of parameters in the optimizer's group {place}"] = len(held)
         for number, name in enumerate(held):
             facts[f"parameter {number} in the optimizer's group {place}"] = name

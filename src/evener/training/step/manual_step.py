@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from evener.components.optim.stand_ins import model_parameter
 from evener.data.batch import Batch
 from evener.errors import ConfigurationError, DivergenceError
 from evener.hardware.profile_ranges import named_range
@@ -21,6 +22,7 @@ from evener.nn.attention_dispatch import attending
 from evener.nn.context import divided
 from evener.strategies.learner import Learner
 from evener.strategies.timing import WorkTimer
+from evener.strategies.whole_matrices import check_pieces
 from evener.training.step.exchange import Exchange
 from evener.training.step.step import not_finite
 
@@ -89,7 +91,8 @@ class ManualStep:
         """Sums the gradients of the optimizer's parameters over the ranks, clips them, steps, and clears them."""
         learner = self._learner
         chosen = learner.optimizer if optimizer is None else optimizer
-        parameters = [p for group in chosen.param_groups for p in group["params"]]
+        check_pieces(chosen, learner.name)
+        parameters = [model_parameter(p) for group in chosen.param_groups for p in group["params"]]
         phase = learner.session.watchdog.phase("update", step=step)
         with learner.session.watchdog.explained(), phase, waiting():
             learner.synchronizer.sum_gradients(parameters)
