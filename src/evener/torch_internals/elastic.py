@@ -5,8 +5,13 @@
   agent is made to be derived from, but its context of processes, with their ids and failures, is private. The context
   ends all processes when the first one fails. To replace a single rank, a failure is removed from the context before
   the context looks at it, and a new process takes the place of the old one.
-- ``DynamicRendezvousHandler._state_holder`` holds the number of machines that have come to a c10d rendezvous so far. A
-  user who starts a run on several machines wants to see which one is missing.
+- ``DynamicRendezvousHandler._state_holder`` holds the machines that take part in a c10d rendezvous, and those that wait
+  for the next round. A user who starts a run on several machines wants to see which one is missing, and a run whose
+  number of machines may change must know who waits and who is gone.
+- ``_bootstrap_store_info`` is the address of the ranks' store. The handler keeps it for later rounds, without telling
+  it to machines that come later, which then wait in vain. Evener forgets it before each round.
+- ``_op_executor`` and ``_Action`` remove a machine from the rendezvous. The only public way to leave, ``shutdown``,
+  closes the rendezvous for all.
 
 Tested with torch 2.11, 2.13, 2.15.
 
@@ -19,6 +24,7 @@ Tested with torch 2.11, 2.13.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,10 +37,22 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action as Action
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc as NodeDesc
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState as RendezvousState
 
-__all__ = ["ElasticAgent", "NodeDesc", "RendezvousState", "failed", "participants", "running"]
+__all__ = [
+    "ElasticAgent",
+    "NodeDesc",
+    "RendezvousState",
+    "failed",
+    "forget_store",
+    "leave",
+    "participants",
+    "round_of",
+    "running",
+    "waiting",
+]
 
 
 class ElasticAgent(LocalElasticAgent):
@@ -51,10 +69,23 @@ class ElasticAgent(LocalElasticAgent):
         """Called when local ranks have failed. Returns True to replace them while the other ranks continue."""
         return False
 
+    def regroups(self) -> bool:
+        """Called when all workers have ended with status 0. Returns True to start them again, as no restart counts."""
+        return False
+
+    def spare_restart(self) -> None:
+        """Keeps the next restart from being counted."""
+        self._remaining_restarts += 1
+
     @property
     def restarts_done(self) -> int:
         """The number of restarts and rank replacements so far."""
         return self._worker_group.spec.max_restarts - self._remaining_restarts
+
+    @property
+    def start_number(self) -> int:
+        """The number of the current start; 0 for the first."""
+        return self.restarts_done
 
     @property
     def is_alone(self) -> bool:
@@ -95,7 +126,7 @@ class ElasticAgent(LocalElasticAgent):
         """Replaces a failed process by a new one with the same local rank, arguments and environment variables."""
         failure = context._failures.pop(local_rank)
         Path(failure.error_file).unlink(missing_ok=True)
-        variables = context.envs[local_rank] | {"TORCHELASTIC_RESTART_COUNT": str(self.restarts_done)}
+        variables = context.envs[local_rank] | {"TORCHELASTIC_RESTART_COUNT": str(self.start_number)}
         handler = get_subprocess_handler(
             entrypoint=str(context.entrypoint),
             args=context.args[local_rank],
@@ -111,6 +142,9 @@ class ElasticAgent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED and not self.failing(result, self._remaining_restarts):
             self._remaining_restarts = 0
+        if result.state is WorkerState.SUCCEEDED and self.regroups():
+            self.spare_restart()
+            return RunResult(state=WorkerState.UNHEALTHY)
         return result
 
 
@@ -130,3 +164,36 @@ def participants(handler: RendezvousHandler | None) -> int | None:
     if isinstance(handler, DynamicRendezvousHandler):
         return len(handler._state_holder.state.participants)
     return None
+
+
+def waiting(handler: DynamicRendezvousHandler) -> list[str]:
+    """Returns the names of the machines that wait for the next round, with their launchers' process ids."""
+    return [f"{node.addr} (pid {node.pid})" for node in sorted(handler._state_holder.state.wait_list)]
+
+
+def round_of(handler: DynamicRendezvousHandler) -> int:
+    """Returns the number of the current round; 0 for the first."""
+    return handler._state_holder.state.round
+
+
+def forget_store(handler: RendezvousHandler) -> None:
+    """Makes the handler agree anew on the address of the ranks' store in the next round."""
+    if isinstance(handler, DynamicRendezvousHandler):
+        handler._bootstrap_store_info = None
+        handler._shared_tcp_store_server = None
+
+
+def leave(handler: DynamicRendezvousHandler, seconds: float) -> None:
+    """Removes this machine from the rendezvous, which stays open for the others."""
+    handler._stop_heartbeats()
+    handler._op_executor.run(_depart, time.monotonic() + seconds)
+
+
+def _depart(context: Any, deadline: float) -> Action:
+    lists = {
+        Action.REMOVE_FROM_PARTICIPANTS: context.state.participants,
+        Action.REMOVE_FROM_WAIT_LIST: context.state.wait_list,
+        Action.REMOVE_FROM_REDUNDANCY_LIST: context.state.redundancy_list,
+    }
+    found = next((action for action, nodes in lists.items() if context.node in nodes), Action.FINISH)
+    return Action.ERROR_TIMEOUT if found is not Action.FINISH and time.monotonic() > deadline else found
