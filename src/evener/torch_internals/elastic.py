@@ -4,7 +4,8 @@
   ``_capture_process_failures`` and ``_running_local_ranks`` tell an agent when its workers have started and failed. The
   agent is made to be derived from, but its context of processes, with their ids and failures, is private. The context
   ends all processes when the first one fails. To replace a single rank, a failure is removed from the context before
-  the context looks at it, and a new process takes the place of the old one.
+  the context looks at it, and a new process takes the place of the old one. To change the number of ranks while some
+  stay, the dictionaries of the context, which have an entry for each local rank, are filled anew.
 - ``DynamicRendezvousHandler._state_holder`` holds the machines that take part in a c10d rendezvous, and those that wait
   for the next round. A user who starts a run on several machines wants to see which one is missing, and a run whose
   number of machines may change must know who waits and who is gone.
@@ -25,11 +26,11 @@ Tested with torch 2.11, 2.13.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -48,6 +49,7 @@ __all__ = [
     "failed",
     "forget_store",
     "leave",
+    "numbers",
     "participants",
     "round_of",
     "running",
@@ -68,6 +70,9 @@ class ElasticAgent(LocalElasticAgent):
     def replaces(self, failures: Mapping[int, ProcessFailure]) -> bool:
         """Called when local ranks have failed. Returns True to replace them while the other ranks continue."""
         return False
+
+    def look(self) -> None:
+        """Called before each look at the workers."""
 
     def regroups(self) -> bool:
         """Called when all workers have ended with status 0. Returns True to start them again, as no restart counts."""
@@ -126,6 +131,10 @@ class ElasticAgent(LocalElasticAgent):
         """Replaces a failed process by a new one with the same local rank, arguments and environment variables."""
         failure = context._failures.pop(local_rank)
         Path(failure.error_file).unlink(missing_ok=True)
+        self._start_in(context, local_rank)
+        self._worker_group.workers[local_rank].id = context.subprocess_handlers[local_rank].proc.pid
+
+    def _start_in(self, context: SubprocessContext, local_rank: int) -> None:
         variables = context.envs[local_rank] | {"TORCHELASTIC_RESTART_COUNT": str(self.start_number)}
         handler = get_subprocess_handler(
             entrypoint=str(context.entrypoint),
@@ -136,9 +145,42 @@ class ElasticAgent(LocalElasticAgent):
             local_rank_id=local_rank,
         )
         context.subprocess_handlers[local_rank] = handler
-        self._worker_group.workers[local_rank].id = handler.proc.pid
+
+    def renumber(self, stay: Sequence[int], ranks: int) -> None:
+        """Changes the number of workers while some of them stay. The others must have ended with status 0.
+
+        Args:
+            stay: The local ranks that stay, in the order of their new numbers, which begin at 0.
+            ranks: The new number of workers. Those that are missing are started.
+        """
+        context, group = self._pcontext, self._worker_group
+        assert isinstance(context, SubprocessContext)
+        borrowed: Any = context
+        workers = [Worker(rank, rank, rank, ranks, ranks) for rank in range(ranks)]
+        for name in ("args", "envs", "stdouts", "stderrs", "error_files", "subprocess_handlers"):
+            held = getattr(context, name)
+            moved = {new: held[old] for new, old in enumerate(stay)}
+            held.clear()
+            held.update(moved)
+        for rank in range(len(stay), ranks):
+            folder = Path(context.error_files[0]).parent.with_name(f"start-{self.start_number}-{rank}")
+            folder.mkdir()
+            context.error_files[rank] = str(folder / "error.json")
+            context.args[rank], context.envs[rank] = context.args[0], dict(context.envs[0])
+            context.stdouts[rank], context.stderrs[rank] = context.stdouts[0], context.stderrs[0]
+            context.envs[rank]["TORCHELASTIC_ERROR_FILE"] = context.error_files[rank]
+        for rank in range(ranks):
+            context.envs[rank] |= numbers(rank, ranks)
+        group.spec.local_world_size = context.nprocs = ranks
+        group.workers = workers
+        for rank in range(ranks):
+            if rank >= len(stay):
+                self._start_in(context, rank)
+            workers[rank].id = context.subprocess_handlers[rank].proc.pid
+        borrowed._running_local_ranks = set(range(ranks))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self.look()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED and not self.failing(result, self._remaining_restarts):
             self._remaining_restarts = 0
@@ -146,6 +188,12 @@ class ElasticAgent(LocalElasticAgent):
             self.spare_restart()
             return RunResult(state=WorkerState.UNHEALTHY)
         return result
+
+
+def numbers(rank: int, ranks: int) -> dict[str, str]:
+    """Returns the environment variables by which a worker of one machine knows its rank and their number."""
+    own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+    return own | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks))
 
 
 def running(context: PContext) -> dict[int, int]:

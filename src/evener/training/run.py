@@ -23,7 +23,7 @@ from evener.data.batch import Batch
 from evener.distributed.recovery.deferred_free import bury
 from evener.distributed.session import Session
 from evener.distributed.signals import Deferral, asked, check, deferring, last_words
-from evener.errors import InterruptedRunError
+from evener.errors import InterruptedRunError, RankError
 from evener.nn.fqn import clean_name
 from evener.training.engine import Engine
 from evener.training.lifecycle.callback import Callback
@@ -125,6 +125,10 @@ class Run:
     def _taken_up(self, heir: CarriedState | None) -> CarriedState:
         """Takes over the state that a surviving rank kept in memory while others were replaced, if there is one."""
         if self._succession is None or heir is None:
+            if heir is not None:
+                raise RankError(
+                    "these ranks cannot take over what others had in memory: all have to start again"
+                )
             return CarriedState()
         found, message = self._succession.inherit(heir)
         self._notes += [message] if message else []
@@ -203,7 +207,10 @@ class Run:
 
     def _train(self, stop: Deferral) -> None:
         engine, run_dir, last = self._engine, self._config.run_dir, None
-        saving = Saving(engine, self._config, run_dir / CHECKPOINTS, stop, self._best) if run_dir else None
+        kept = {"stays": self._succession is not None, "is_saved": self._heir.steps < 0}
+        saving = (
+            Saving(engine, self._config, run_dir / CHECKPOINTS, stop, self._best, **kept) if run_dir else None
+        )
         stopping, progress = Stopping(engine), engine.progress
         if progress.epoch and not progress.position and not self._is_evaluated():
             self._evaluate(saving, progress.epoch - 1)  # the run ended before or during the evaluation

@@ -29,7 +29,7 @@ from evener.core.stacks import crash_in, stacks_of
 from evener.core.stdio import to_stderr
 from evener.core.text import printable
 from evener.distributed import loopback
-from evener.distributed.failure import Failure, first, is_hopeless, recorded_failure
+from evener.distributed.failure import Failure, first, is_hopeless, may_be_replaced, recorded_failure
 from evener.distributed.launch.agent_scope import quiet, signals_restored
 from evener.distributed.launch.group_changes import GroupChanges
 from evener.distributed.launch.launcher_watchdog import LauncherWatchdog
@@ -162,13 +162,29 @@ class Agent(ElasticAgent):
             InterruptedRunError: If the ranks of this machine have left, and the others go on without them.
         """
         change = self._noted()
-        if change is None:
+        if change is None or change.in_memory:
             return False
         if self._changes.has_left:
             raise InterruptedRunError(interruption(change.signal, self._progress()), change.signal)
         self.get_worker_group().spec.local_world_size = change.ranks or self.ranks
         _say(f"{change.words}; the ranks start again, with what they have saved")
         return True
+
+    def look(self) -> None:
+        """If ranks wait for another number of ranks, and those that leave have ended, announces the next start."""
+        change = self._changes.kept(self.start_number, self.ranks)
+        pids = self.context.pids() if self.context else {}
+        if change is None or any(is_alive(pids[rank]) for rank in change.leave):
+            return
+        stay = sorted(pids.keys() - set(change.leave))
+        if all(is_alive(pids[rank]) for rank in stay) and take_at_their_word(
+            self._run_dir, stay, self.start_number
+        ):
+            self._changes.made()
+            new, kept = tuple(range(len(stay), change.ranks)), tuple(pids[rank] for rank in stay)
+            announce(self._run_dir, Start(self.start_number, new, kept, change.ranks))
+            self.renumber(stay, change.ranks)
+            _say(f"{change.words}; the ranks that stay go on with what they hold in memory")
 
     def _noted(self) -> GroupChange | None:
         return self._changes.noted(
@@ -257,7 +273,7 @@ class Agent(ElasticAgent):
         self._roots = set(failures)
         found = [self._failure(ranks[local_rank], failure) for local_rank, failure in failures.items()]
         stay = [ranks[local_rank] for local_rank in others]
-        if not _may_be_replaced(found) or not take_at_their_word(self._run_dir, stay, self.start_number):
+        if not may_be_replaced(found) or not take_at_their_word(self._run_dir, stay, self.start_number):
             return False
         self._roots = set()
         self._say_replaced(found)
@@ -291,7 +307,11 @@ class Agent(ElasticAgent):
     def _cause(self, result: RunResult) -> EvenerError:
         ended = result.failures
         if self._lookout.found is not None:  # a failure that a rank itself has recorded takes precedence
-            ended = {rank: process for rank, process in ended.items() if _was_recorded(process)}
+            ended = {
+                rank: process
+                for rank, process in ended.items()
+                if recorded_failure(process.error_file_data) is not None
+            }
             if not ended:
                 return self._lookout.found
         failures = [self._failure(rank, failure) for rank, failure in ended.items()]
@@ -371,16 +391,6 @@ class Agent(ElasticAgent):
             return Heartbeat.from_json((self._run_dir / f"beat-{rank}").read_text())
         except OSError:
             return None
-
-
-def _may_be_replaced(failures: Sequence[Failure]) -> bool:
-    """Returns True if these ranks failed by themselves, for a reason that need not occur in the next start."""
-    return all(failure.is_own for failure in failures) and not is_hopeless(failures)
-
-
-def _was_recorded(process: ProcessFailure) -> bool:
-    """Returns True if the rank itself has recorded why it ended."""
-    return recorded_failure(process.error_file_data) is not None
 
 
 def _say(message: str) -> None:

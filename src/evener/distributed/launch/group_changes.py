@@ -64,10 +64,20 @@ class GroupChanges:
         """Returns the change for which the ``ranks`` ranks of this machine, of which ``own`` is the first, have ended.
         Returns None if there is none."""
         change = None if self._bounds is None else noted_change(self._run_dir, start, ranks)
-        if change is not None:
+        if change is not None and not change.in_memory:
             self._done += 1
             self.has_left = self.between_machines and own in change.leave
         return change
+
+    def kept(self, start: int, ranks: int) -> GroupChange | None:
+        """Returns the change for which ranks of this machine wait, with what they have in memory. None if there is
+        none."""
+        change = noted_change(self._run_dir, start, ranks) if self._bounds is not None else None
+        return change if change is not None and change.in_memory else None
+
+    def made(self) -> None:
+        """Counts a change whose ranks have kept their memory."""
+        self._done += 1
 
     def judged(self, cause: Failure, hopeless: bool, progressed: bool) -> tuple[bool, bool]:
         """Judges a failure of ranks.

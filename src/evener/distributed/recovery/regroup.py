@@ -8,7 +8,9 @@
     ranks       step n + 1: all have read the row ─ exchange what each was asked ─ decide alike ─ save ─ note, exit 0
     launchers   find the notes of their ranks ─ meet anew ─ start the ranks again, those that leave excepted
 
-The exit status is 0, so that no launcher takes the end of its ranks for a failure.
+The exit status is 0, so that no launcher takes the end of its ranks for a failure. On one machine, ranks that each hold
+the whole state do not save and end: they wait until the launcher has announced the next start, and take part in it with
+what they have in memory (:mod:`evener.distributed.recovery.replacement`).
 """
 
 from __future__ import annotations
@@ -84,6 +86,8 @@ class GroupChange:
     """The signal because of which ranks leave; 0 if none."""
     words: str = ""
     """Who comes and who leaves, for the records."""
+    in_memory: bool = False
+    """True if the ranks that do not leave keep their processes, and what they hold."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,15 @@ class Stay:
 
 
 class RegroupError(EvenerError):
-    """Raised on every rank when the number of ranks changes, after the state has been saved."""
+    """Raised on every rank when their number changes.
+
+    Args:
+        stays: Whether this rank waits for the next start, and goes on with what it has in memory.
+    """
+
+    def __init__(self, words: str, stays: bool) -> None:
+        super().__init__(words)
+        self.stays = stays
 
 
 def decision(requests: Sequence[Request], bounds: Bounds) -> GroupChange | Stop | Stay:
@@ -139,21 +151,24 @@ def decision(requests: Sequence[Request], bounds: Bounds) -> GroupChange | Stop 
 def _departure(requests: Sequence[Request], bounds: Bounds, number: int) -> GroupChange | Stop:
     name = signal.Signals(number).name
     if not bounds.least_machines:
-        leave = tuple(rank for rank, request in enumerate(requests) if request.signal)
-        left = len(requests) - len(leave)
-        ranks = max((count for count in bounds.counts if count <= left), default=0)
-        words = f"rank {few([str(rank) for rank in leave])} leaves, on {name}"
+        gone = [rank for rank, request in enumerate(requests) if request.signal]
+        stay = [rank for rank, request in enumerate(requests) if not request.signal]
+        ranks = max((count for count in bounds.counts if count <= len(stay)), default=0)
+        words = f"rank {few([str(rank) for rank in gone])} leaves, on {name}"
+        leave = tuple(sorted([*gone, *stay[ranks:]]))
         return (
-            GroupChange(leave, ranks, number, words) if ranks else Stop(number, f"{left} ranks are too few")
+            GroupChange(leave, ranks, number, words)
+            if ranks
+            else Stop(number, f"{len(stay)} ranks are too few")
         )
-    gone = {request.machine for request in requests if request.signal}
-    hosts = sorted({request.host for request in requests if request.machine in gone})
-    if any(request.keeps_store for request in requests if request.machine in gone):
+    machines = {request.machine for request in requests if request.signal}
+    hosts = sorted({request.host for request in requests if request.machine in machines})
+    if any(request.keeps_store for request in requests if request.machine in machines):
         return Stop(number, f"{few(hosts)} keeps the store through which the machines meet")
-    left = len({request.machine for request in requests} - gone)
+    left = len({request.machine for request in requests} - machines)
     if left < bounds.least_machines:
         return Stop(number, f"{left} of {bounds.least_machines} machines would be left")
-    leave = tuple(rank for rank, request in enumerate(requests) if request.machine in gone)
+    leave = tuple(rank for rank, request in enumerate(requests) if request.machine in machines)
     return GroupChange(
         leave,
         signal=number,
@@ -197,7 +212,7 @@ def noted_change(run_dir: Path, start: int, local_ranks: int) -> GroupChange | N
     except OSError:
         return None
     found = json.loads(notes[0])
-    return GroupChange(tuple(found["leave"]), found["ranks"], found["signal"], found["words"])
+    return GroupChange(**found | {"leave": tuple(found["leave"])})
 
 
 def is_noted(run_dir: Path, start: int) -> bool:

@@ -91,12 +91,14 @@ class Regrouping:
         return agreed
 
     def end(self, change: GroupChange, steps: int) -> NoReturn:
-        """Ends this rank, in a way that tells its launcher why.
+        """Ends this rank's part in the current start, in a way that tells its launcher why.
 
         Raises:
             RegroupError: Always.
         """
-        place = f"step {steps}, saved, and the others go on" if change.signal else f"step {steps}, saved"
-        self._session.watchdog.progress(place)
+        leaves = self._session.rank in change.leave
+        if leaves or not change.in_memory:
+            kept = "and the others go on" if leaves else "saved"
+            self._session.watchdog.progress(f"step {steps}, {kept}")
         note_change(self._launcher, generation(), self._session.environment.local_rank, change)
-        raise RegroupError(change.words)
+        raise RegroupError(change.words, stays=change.in_memory and not leaves)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from evener.distributed.signals import Deferral, interruption
 from evener.errors import CheckpointError, ConfigurationError, InterruptedRunError
 from evener.training.engine import Engine
 from evener.training.evaluation import AVERAGE
+from evener.training.lifecycle.handover import keeps_memory
 from evener.training.lifecycle.regrouping import Regrouping
 from evener.training.step.step import Step
 
@@ -55,21 +57,31 @@ class Saving:
 
     Args:
         stop: Tells if this rank was asked to stop.
+        stays: Whether this rank keeps its state in memory when others come or leave.
+        is_saved: Whether the run begins with what a checkpoint holds, or with nothing.
 
     Raises:
         ConfigurationError: If the best evaluation is to be kept and the task has none.
     """
 
     def __init__(
-        self, engine: Engine, config: RunConfig, directory: Path, stop: Deferral, best: Best
+        self,
+        engine: Engine,
+        config: RunConfig,
+        directory: Path,
+        stop: Deferral,
+        best: Best,
+        *,
+        stays: bool = False,
+        is_saved: bool = True,
     ) -> None:
         self._engine, self._config, self._directory, self._stop = engine, config, directory, stop
-        self._best = best
+        self._best, self._stays = best, stays
         self._regrouping = Regrouping(engine.session, directory.parent)
         self._unwritten: tuple[Path, str] | None = None
         self._told = ""
         self._interval = Interval.parse(config.save_every)
-        self._saved_at = engine.steps_done
+        self._saved_at = engine.steps_done if is_saved else -1
         self._last = time.monotonic()
         if best.metric and engine.task.evaluate is None:
             raise ConfigurationError(f"keep_best {config.keep_best!r}: the task has nothing to evaluate on")
@@ -154,9 +166,18 @@ class Saving:
         if isinstance(agreed, Stop):
             self._end_here(agreed.signal, agreed.why)
         elif isinstance(agreed, GroupChange):
-            self.end()
+            agreed = replace(agreed, in_memory=self._stays and self._keeps_memory(agreed))
+            self._bearing(self._engine.finish_saving)
+            if agreed.in_memory:
+                self._engine.settle()
+                self._engine.tell()
+            else:
+                self.end()
             self._engine.observers.event(Note(self._engine.steps_done, agreed.words))
             self._regrouping.end(agreed, self._engine.steps_done)
+
+    def _keeps_memory(self, change: GroupChange) -> bool:
+        return change.ranks > 0 and keeps_memory(self._config, self._engine.session.world_size, change.ranks)
 
     def _end_here(self, number: int, why: str = "") -> None:
         steps = self._engine.steps_done
