@@ -1,6 +1,6 @@
 """Private names of torchrun's agent and rendezvous: its worker processes, and the state of the rendezvous.
 
-- ``_start_workers``, ``_monitor_workers``, ``_remaining_restarts``, ``_pcontext``, ``_failures``,
+- ``_start_workers``, ``_monitor_workers``, ``_rendezvous``, ``_remaining_restarts``, ``_pcontext``, ``_failures``,
   ``_capture_process_failures`` and ``_running_local_ranks`` tell an agent when its workers have started and failed. The
   agent is made to be derived from, but its context of processes, with their ids and failures, is private. The context
   ends all processes when the first one fails. To replace a single rank, a failure is removed from the context before
@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import PContext
@@ -78,6 +79,10 @@ class ElasticAgent(LocalElasticAgent):
         """Called when all workers have ended with status 0. Returns True to start them again, as no restart counts."""
         return False
 
+    def meets_again(self) -> bool:
+        """Called when a machine of a new round has not told its number of workers. Returns True to meet once more."""
+        return False
+
     def spare_restart(self) -> None:
         """Keeps the next restart from being counted."""
         self._remaining_restarts += 1
@@ -101,6 +106,14 @@ class ElasticAgent(LocalElasticAgent):
     def context(self) -> PContext | None:
         """The processes of the workers; None before they are started."""
         return self._pcontext
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        try:
+            super()._rendezvous(worker_group)
+        except dist.DistError:
+            if not self.meets_again():
+                raise
+            self._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)

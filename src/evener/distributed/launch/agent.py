@@ -170,6 +170,9 @@ class Agent(ElasticAgent):
         _say(f"{change.words}; the ranks start again, with what they have saved")
         return True
 
+    def meets_again(self) -> bool:
+        return self._changes.may_have_lost
+
     def look(self) -> None:
         """If ranks wait for another number of ranks, and those that leave have ended, announces the next start."""
         change = self._changes.kept(self.start_number, self.ranks)
@@ -248,7 +251,7 @@ class Agent(ElasticAgent):
         failures = {each.local_rank: self._failure(rank, each) for rank, each in result.failures.items()}
         cause = first(failures.values())
         hopeless = self._lookout.was_done or is_hopeless(failures.values())
-        hopeless, is_free = self._changes.judged(cause, hopeless, self._progressed())
+        hopeless, is_free = self._changes.judged(self.start_number, cause, hopeless, self._progressed())
         if is_free and not hopeless:
             self.spare_restart()
             restarts += 1

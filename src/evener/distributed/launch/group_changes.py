@@ -15,7 +15,7 @@ from evener.distributed.failure import Failure
 from evener.distributed.launch.membership import Membership
 from evener.distributed.launch.process_count import Headcount
 from evener.distributed.launch.rendezvous import Rendezvous
-from evener.distributed.recovery.regroup import BOUNDS, LAUNCH, Bounds, GroupChange, noted_change
+from evener.distributed.recovery.regroup import BOUNDS, LAUNCH, Bounds, GroupChange, is_stopped, noted_change
 
 
 class GroupChanges:
@@ -75,14 +75,20 @@ class GroupChanges:
         change = noted_change(self._run_dir, start, ranks) if self._bounds is not None else None
         return change if change is not None and change.in_memory else None
 
+    @property
+    def may_have_lost(self) -> bool:
+        """True if machines that have just come may be gone already."""
+        return self._members is not None and self._members.has_grown
+
     def made(self) -> None:
         """Counts a change whose ranks have kept their memory."""
         self._done += 1
 
-    def judged(self, cause: Failure, hopeless: bool, progressed: bool) -> tuple[bool, bool]:
+    def judged(self, start: int, cause: Failure, hopeless: bool, progressed: bool) -> tuple[bool, bool]:
         """Judges a failure of ranks.
 
         Args:
+            start: The number of the current start.
             cause: The failure that caused the others.
             hopeless: Whether a restart would fail for the same reason on the same machines.
             progressed: Whether the ranks took a step in this start.
@@ -90,10 +96,10 @@ class GroupChanges:
         Returns:
             Whether a restart is hopeless, and whether it is not to be counted because other machines are the reason.
         """
+        if cause.kind == "interrupted" and is_stopped(self._run_dir, start):
+            return True, False
         if self._members is None:
             return hopeless, False
-        if cause.kind == "interrupted":  # all ranks have saved and ended because one was asked to
-            return True, False
         if self._members.has_grown and not progressed:  # those that have come may be the reason, and go
             return False, True
         return hopeless, progressed and not cause.is_own

@@ -215,6 +215,16 @@ def noted_change(run_dir: Path, start: int, local_ranks: int) -> GroupChange | N
     return GroupChange(**found | {"leave": tuple(found["leave"])})
 
 
+def note_stop(run_dir: Path, start: int) -> None:
+    """Notes for the launcher that all ranks have saved and end, in the start of this number, because of a signal."""
+    (run_dir / f"stop-{start}").touch()
+
+
+def is_stopped(run_dir: Path, start: int) -> bool:
+    """Returns True if all ranks have ended because of a signal, so that none is to be started again."""
+    return (run_dir / f"stop-{start}").exists()
+
+
 def is_noted(run_dir: Path, start: int) -> bool:
     """Returns True if a rank of this machine has ended, or is about to, for a change."""
     return any(run_dir.glob(f"change-{start}-*"))

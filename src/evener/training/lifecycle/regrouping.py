@@ -21,6 +21,7 @@ from evener.distributed.recovery.regroup import (
     decision,
     newcomers,
     note_change,
+    note_stop,
 )
 from evener.distributed.restart_count import generation
 from evener.distributed.session import RUN_DIR, Session
@@ -89,6 +90,11 @@ class Regrouping:
             )
             answer_resize(self._run_dir, accepted, words, steps)
         return agreed
+
+    def stop(self) -> None:
+        """Tells the launcher that the whole run ends."""
+        if self._bounds is not None:
+            note_stop(self._launcher, generation())
 
     def end(self, change: GroupChange, steps: int) -> NoReturn:
         """Ends this rank's part in the current start, in a way that tells its launcher why.

@@ -186,6 +186,7 @@ class Saving:
         self.end()
         place = f"step {steps}, saved. Continue with --resume {from_here(self._directory.parent)}"
         self._engine.session.watchdog.progress(place)  # for the launcher
+        self._regrouping.stop()
         raise InterruptedRunError(interruption(number, place), number)
 
     def end(self) -> None:
