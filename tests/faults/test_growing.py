@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from benchmarks.namespaces import Hosts, NoNamespacesError, Program
 from torch import Tensor
 
 from evener.checkpoint.weights_file import read_weights
@@ -26,7 +31,7 @@ from tests.faults.tasks_growing import BATCH, EPOCHS, SAMPLES, STEPS
 pytestmark = pytest.mark.slow
 
 TASK = "tests.faults.tasks_growing:grows"
-PATIENCE_SECONDS = 90.0
+PATIENCE_SECONDS = 180.0
 
 
 class Rehearsal:
@@ -68,9 +73,13 @@ class Rehearsal:
     def notes(self) -> list[str]:
         return [record["words"] for record in self.records("note")]
 
-    def goes_on(self, ranks: int, more: int = 2) -> None:
+    def last_shares(self, steps: int) -> list[int]:
+        """The number of ranks that took each of the last steps."""
+        return [len(step["shares"]) for step in self.records("step")][-steps:]
+
+    def goes_on(self, ranks: int) -> None:
         """Waits until so many ranks have taken some steps."""
-        self.waits(lambda: [len(step["shares"]) for step in self.records("step")][-more:] == [ranks] * more)
+        self.waits(lambda: self.last_shares(2) == [ranks] * 2)
 
     def waits(self, look: Callable[[], object]) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -227,3 +236,60 @@ def test_ranks_come_and_go(rehearsal: Rehearsal, expected: dict[str, Tensor], st
     assert "trained digits with single on 1 rank" in whole.out
     rehearsal.is_training_of_one_device(expected)
     assert sum("leaves, on SIGUSR1" in note for note in rehearsal.notes) == 2
+
+
+def test_a_notice_that_leaves_too_few_ends_the_run(rehearsal: Rehearsal) -> None:
+    """Of 2:3, one rank leaves; the second one ends the run as a signal to all does, and nobody starts it again."""
+    program = rehearsal.start(TASK, "--processes", "2:3")
+    rehearsal.goes_on(3)
+    os.kill(rehearsal.ranks[2], signal.SIGUSR1)
+    rehearsal.goes_on(2)
+    os.kill(rehearsal.ranks[1], signal.SIGUSR1)
+    (whole,) = ended(program)
+    assert whole.status == 128 + signal.SIGUSR1, whole.err
+    assert re.search(r"interrupted by SIGUSR1 at step \d+, saved. Continue: ", whole.err)
+    assert "restart" not in whole.err
+    assert rehearsal.notes[-1] == "all ranks end, for 1 rank would be left"
+    (path,) = (rehearsal.run / "checkpoints").glob("step-*")
+    assert int(path.name.partition("-")[2]) == len(rehearsal.records("step"))
+
+
+def test_the_machine_that_keeps_the_store_takes_the_others_with_it(rehearsal: Rehearsal) -> None:
+    first = rehearsal.machine()
+    rehearsal.goes_on(1)
+    second = rehearsal.machine()
+    rehearsal.goes_on(2)
+    os.kill(first.pid, signal.SIGTERM)
+    for one in ended(first, second):
+        assert one.status == 128 + signal.SIGTERM, one.err
+        assert "saved. Continue: " in one.err
+    assert rehearsal.notes[-1].endswith("keeps the store through which the machines meet")
+
+
+def test_hosts_come_and_go(rehearsal: Rehearsal, expected: dict[str, Tensor]) -> None:
+    """Three network namespaces: the second and the third come later, and the second leaves at a notice."""
+    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29400", "--rdzv-id", "hosts")
+    settings = ("--run-dir", str(rehearsal.run), "--device", "cpu", "--dtype", "float64", "--processes", "1")
+    notice = rehearsal.home / "notice"
+    begun = f"until ls {rehearsal.home}/journal-* > /dev/null 2>&1; do sleep 0.1; done"
+    train = [sys.executable, "-m", "evener", "train", TASK, *settings, "--nnodes", "1:3", *meeting]
+    later = f"{begun}; {shlex.join(train)}"
+    commands = [
+        shlex.join(train),
+        f"{later} --notice-command 'test -e {notice}'; test $? = {128 + signal.SIGTERM}",
+        later,
+    ]
+    environment = {"OMP_NUM_THREADS": "1"}
+    programs = [Program(host, ["sh", "-c", command], environment) for host, command in enumerate(commands)]
+    try:
+        with Hosts(3) as hosts, ThreadPoolExecutor(1) as pool:
+            printed = pool.submit(hosts.run, programs, 2 * PATIENCE_SECONDS)
+            rehearsal.waits(lambda: printed.done() or rehearsal.last_shares(2) == [3, 3])
+            notice.touch()
+            rehearsal.waits(lambda: printed.done() or rehearsal.last_shares(2) == [2, 2])
+            rehearsal.hurry()
+            printed.result()
+    except NoNamespacesError as error:
+        pytest.skip(str(error))
+    rehearsal.is_training_of_one_device(expected)
+    assert any(note.startswith("host1 leaves with rank ") for note in rehearsal.notes)

@@ -348,7 +348,7 @@ def test_the_agent_changes_the_number_of_its_workers_while_one_stays(tmp_path: P
                 agent.renumber([1], 3)
                 kept.append(agent.context.pids())
 
-        agent = type("Changes", (names.ElasticAgent,), {"look": look})(
+        agent = type("Changes", (names.ElasticAgent,), {"follow_changes": look})(
             spec, DefaultLogsSpecs(log_dir=str(tmp_path / "logs"))
         )
         result = agent.run()

@@ -72,7 +72,7 @@ class ElasticAgent(LocalElasticAgent):
         """Called when local ranks have failed. Returns True to replace them while the other ranks continue."""
         return False
 
-    def look(self) -> None:
+    def follow_changes(self) -> None:
         """Called before each look at the workers."""
 
     def regroups(self) -> bool:
@@ -193,7 +193,7 @@ class ElasticAgent(LocalElasticAgent):
         borrowed._running_local_ranks = set(range(ranks))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self.look()
+        self.follow_changes()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED and not self.failing(result, self._remaining_restarts):
             self._remaining_restarts = 0

@@ -81,7 +81,7 @@ def test_so_does_a_notice_to_all_machines() -> None:
 
 
 def test_what_would_be_left_must_suffice() -> None:
-    assert decision(ranks(0, TERM, USR1), Bounds((3, 2))) == Stop(TERM, "1 ranks are too few")
+    assert decision(ranks(0, TERM, USR1), Bounds((3, 2))) == Stop(TERM, "1 rank would be left")
     found = decision(ranks(0, 0, 0, TERM), Bounds((4, 2)))
     assert isinstance(found, GroupChange)
     assert found.ranks == 2, "three cannot hold a model in two parts"

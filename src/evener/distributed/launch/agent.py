@@ -173,7 +173,7 @@ class Agent(ElasticAgent):
     def meets_again(self) -> bool:
         return self._changes.may_have_lost
 
-    def look(self) -> None:
+    def follow_changes(self) -> None:
         """If ranks wait for another number of ranks, and those that leave have ended, announces the next start."""
         change = self._changes.kept(self.start_number, self.ranks)
         pids = self.context.pids() if self.context else {}

@@ -159,7 +159,7 @@ def _departure(requests: Sequence[Request], bounds: Bounds, number: int) -> Grou
         return (
             GroupChange(leave, ranks, number, words)
             if ranks
-            else Stop(number, f"{len(stay)} ranks are too few")
+            else Stop(number, f"{len(stay)} rank{'s' * (len(stay) > 1)} would be left")
         )
     machines = {request.machine for request in requests if request.signal}
     hosts = sorted({request.host for request in requests if request.machine in machines})
