@@ -50,6 +50,7 @@ __all__ = [
     "failed",
     "forget_store",
     "leave",
+    "members",
     "numbers",
     "participants",
     "round_of",
@@ -229,7 +230,16 @@ def participants(handler: RendezvousHandler | None) -> int | None:
 
 def waiting(handler: DynamicRendezvousHandler) -> list[str]:
     """Returns the names of the machines that wait for the next round, with their launchers' process ids."""
-    return [f"{node.addr} (pid {node.pid})" for node in sorted(handler._state_holder.state.wait_list)]
+    return sorted(map(_name, handler._state_holder.state.wait_list))
+
+
+def members(handler: DynamicRendezvousHandler) -> frozenset[str]:
+    """Returns the names of the machines of the current round, in the same form."""
+    return frozenset(map(_name, handler._state_holder.state.participants))
+
+
+def _name(node: NodeDesc) -> str:
+    return f"{node.addr} (pid {node.pid})"
 
 
 def round_of(handler: DynamicRendezvousHandler) -> int:

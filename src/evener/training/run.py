@@ -19,6 +19,7 @@ from evener.core.elsewhere import shown
 from evener.core.observer import Observer
 from evener.core.records import Note, RunSummary
 from evener.core.task.task import Task
+from evener.core.text import few
 from evener.data.batch import Batch
 from evener.distributed.recovery.deferred_free import bury
 from evener.distributed.session import Session
@@ -114,7 +115,9 @@ class Run:
                 self._engine.load(config.resume, self._notes.append)
                 if config.run_dir is not None and not goes_on_in(config.run_dir, config.resume):
                     self._engine.state.branch()
-                ranks = f"{session.world_size} rank{'s' if session.world_size > 1 else ''}"
+                hosts = sorted(set(session.control.gather_objects(session.environment.host)))
+                of_hosts = f" of {few(hosts)}" if len(hosts) > 1 else ""
+                ranks = f"{session.world_size} rank{'s' if session.world_size > 1 else ''}{of_hosts}"
                 self._notes.append(
                     f"goes on after step {self._engine.steps_done} of {shown(config.resume)}, on {ranks}"
                 )

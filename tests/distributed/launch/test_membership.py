@@ -44,6 +44,14 @@ def test_a_machine_with_other_terms_is_refused_with_what_differs() -> None:
     check_terms(store, "another", terms | {"setting seed": 1})
 
 
+@pytest.mark.parametrize("text", ["[1]", "3", "{"])
+def test_terms_of_a_stranger_are_refused(text: str) -> None:
+    store = dist.HashStore()
+    store.set("evener/id/terms", text)
+    with pytest.raises(ConfigurationError, match="holds no terms of Evener"):
+        check_terms(store, "id", {"the task": "digits"})
+
+
 def test_all_machines_have_one_name_for_the_launch() -> None:
     store = dist.HashStore()
     assert common_name(store, "id") == common_name(store, "id") != common_name(store, "other")
@@ -108,11 +116,20 @@ def test_a_machine_that_comes_later_waits_and_is_taken_in_behind_the_others(
 
         awaited(told)
         assert newcomers(first.run_dir)[0].startswith("127.0.0.0 (pid")
+        script = Membership(first.handler, first.run_dir, ranks_agree=False)
+        script._starts, script._size = [0.0], 1
+        assert script._restarts() == 1, "the ranks of a script know of no steps"
+        first.handler.num_nodes_waiting = first.members._restarts  # type: ignore[method-assign]
+        first.handler.next_rendezvous = first.members._met  # type: ignore[method-assign]
+        assert not first.members.has_grown
+        first.members.prove()
         again = first.meets(pool)
         assert (again.result(20), waits.result(20)) == ((0, 2), (1, 2))
         assert (first.members.has_grown, first.members.is_new, first.members.round) == (True, False, 1)
         assert (later.members.has_grown, later.members.is_new, later.members.round) == (False, True, 1)
         assert newcomers(first.run_dir) == ()
+        first.members.prove()
+        assert not first.members.has_grown
 
         assert first.handler.num_nodes_waiting() == 0
         later.members.leave()

@@ -90,7 +90,10 @@ def test_what_would_be_left_must_suffice() -> None:
 
 def test_a_machine_leaves_as_a_whole() -> None:
     change = decision(machines(0, 0, TERM), TWO_MACHINES)
-    assert change == GroupChange((4, 5), 0, TERM, "host2 leaves with rank 4, 5, on SIGTERM")
+    words = "host2 leaves with rank 4, 5, on SIGTERM"
+    assert change == GroupChange((4, 5), 0, TERM, words)
+    both = decision(machines(0, 0, TERM, newcomers=("d",)), TWO_MACHINES)
+    assert both == GroupChange((4, 5), 0, TERM, f"{words}; d comes")
 
 
 def test_the_machine_with_the_store_cannot_leave_alone() -> None:

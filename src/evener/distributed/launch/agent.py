@@ -79,7 +79,7 @@ class Agent(ElasticAgent):
         variables: Environment variables of the ranks in addition to torchrun's.
         timeout_seconds: How long machines wait for each other.
         grace_seconds: How long ranks may take to end after a stop signal before they are killed.
-        terms: What must be equal on machines that join the run later.
+        terms: What must be equal on machines that join the run later. None if the ranks know of no steps.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Agent(ElasticAgent):
         waits = RendezvousWait(rendezvous, timeout_seconds, terms)
         self._handler = waits.handler()
         self._changes = GroupChanges(
-            self._handler, rendezvous, processes, run_dir, waits.keeps_store, waits.launch
+            self._handler, rendezvous, processes, run_dir, waits.keeps_store, waits.launch, terms is not None
         )
         static = rendezvous.rdzv_backend == "static" and not rendezvous.is_standalone
         spec = WorkerSpec(

@@ -25,6 +25,7 @@ class GroupChanges:
         handler: The rendezvous of the machines.
         keeps_store: Whether this process hosts the store through which they meet.
         launch: The name of the launch, the same on all machines, if their number may change.
+        ranks_agree: Whether the ranks know of steps, on which they can agree.
     """
 
     def __init__(
@@ -35,16 +36,18 @@ class GroupChanges:
         run_dir: Path,
         keeps_store: bool,
         launch: str,
+        ranks_agree: bool = True,
     ) -> None:
         self._handler, self._run_dir, self._launch = handler, run_dir, launch
         self._members: Membership | None = None
-        self._bounds = Bounds(processes.counts) if len(processes.counts) > 1 else None
+        self._bounds = Bounds(processes.counts) if ranks_agree and len(processes.counts) > 1 else None
         self._done = 0
         self.has_left = False
         """True if the other machines go on without this one."""
         if rendezvous.is_elastic and isinstance(handler, DynamicRendezvousHandler):
-            self._members = Membership(handler, run_dir)
-            self._bounds = Bounds(least_machines=rendezvous.nodes[0], keeps_store=keeps_store)
+            self._members = Membership(handler, run_dir, ranks_agree)
+            if ranks_agree:
+                self._bounds = Bounds(least_machines=rendezvous.nodes[0], keeps_store=keeps_store)
 
     def variables(self) -> dict[str, str]:
         """Returns the environment variables that tell the ranks what the run may become."""
@@ -66,7 +69,9 @@ class GroupChanges:
         change = None if self._bounds is None else noted_change(self._run_dir, start, ranks)
         if change is not None and not change.in_memory:
             self._done += 1
-            self.has_left = self.between_machines and own in change.leave
+            self.has_left = self._members is not None and own in change.leave
+            if self._members is not None:
+                self._members.prove()
         return change
 
     def kept(self, start: int, ranks: int) -> GroupChange | None:
@@ -100,6 +105,8 @@ class GroupChanges:
             return True, False
         if self._members is None:
             return hopeless, False
+        if progressed:
+            self._members.prove()
         if self._members.has_grown and not progressed:  # those that have come may be the reason, and go
             return False, True
         return hopeless, progressed and not cause.is_own

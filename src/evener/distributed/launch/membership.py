@@ -30,7 +30,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from evener.distributed.recovery.regroup import is_noted, tell_newcomers
 from evener.errors import ConfigurationError
-from evener.torch_internals.elastic import leave, participants, round_of, waiting
+from evener.files import parsed
+from evener.torch_internals.elastic import leave, members, participants, round_of, waiting
 
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 5.0, 600.0
 _RECENT_SECONDS = 600.0
@@ -55,17 +56,18 @@ class Membership:
     Args:
         handler: The rendezvous. Its count of waiting machines, on which the agent acts, is replaced.
         run_dir: The directory that the launcher shares with its ranks.
+        ranks_agree: Whether the ranks can be told. Otherwise the agent ends them when another machine waits.
     """
 
-    def __init__(self, handler: DynamicRendezvousHandler, run_dir: Path) -> None:
-        self._handler, self._run_dir = handler, run_dir
+    def __init__(self, handler: DynamicRendezvousHandler, run_dir: Path, ranks_agree: bool = True) -> None:
+        self._handler, self._run_dir, self._ranks_agree = handler, run_dir, ranks_agree
         self._look, self._meet = handler.num_nodes_waiting, handler.next_rendezvous
         self._starts: list[float] = []
         self._size, self._lost_at = 0, 0.0
         self.is_new = True
         """True until this launcher has taken part in a round that the others did not begin before it."""
-        self.has_grown = False
-        """True if more machines take part in the current round than in the one before."""
+        self._now: frozenset[str] = frozenset()
+        self._proven: frozenset[str] = frozenset()
         handler.num_nodes_waiting = self._restarts  # type: ignore[method-assign]
         handler.next_rendezvous = self._met  # type: ignore[method-assign]
 
@@ -73,12 +75,20 @@ class Membership:
     def round(self) -> int:
         return round_of(self._handler)
 
+    @property
+    def has_grown(self) -> bool:
+        """True if machines take part in the current round with which the others have not taken a step yet."""
+        return bool(self._proven) and not self._now <= self._proven
+
+    def prove(self) -> None:
+        """Tells that the machines of the current round have taken a step together."""
+        self._proven |= self._now
+
     def _met(self) -> Any:
         tell_newcomers(self._run_dir, ())
         info = self._meet()
-        before, self._size = self._size, info.world_size
+        self._size, self._now = info.world_size, members(self._handler)
         self.is_new = not self._starts and self.round > 0
-        self.has_grown = 0 < before < self._size
         self._lost_at = 0.0
         self._starts.append(time.monotonic())
         return info
@@ -95,6 +105,8 @@ class Membership:
         names = waiting(self._handler)
         if names and now - self._starts[-1] < pause_seconds(self._starts, now):
             return 0
+        if not self._ranks_agree:
+            return len(names)
         tell_newcomers(self._run_dir, names)
         return 0
 
@@ -124,9 +136,14 @@ def check_terms(store: Store, run_id: str, terms: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: If they differ. The run does not notice.
     """
-    own = json.dumps(terms, sort_keys=True, default=str)
-    first = json.loads(store.compare_set(f"evener/{run_id}/terms", "", own))
-    own = json.loads(own)
+    text = json.dumps(terms, sort_keys=True, default=str)
+    found: bytes = store.compare_set(f"evener/{run_id}/terms", "", text)
+    try:
+        own, first = parsed(text), dict(parsed(found.decode()))
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"the store of the run {run_id!r} holds no terms of Evener: {error}"
+        ) from error
     differences = [
         f"{name} is {own.get(name)!r} here and {first.get(name)!r} there"
         for name in sorted(own.keys() | first.keys())

@@ -127,6 +127,12 @@ class RendezvousWait:
         """Returns the message for a wait that ended with ``error``."""
         came = "" if self._came is None else f", {self._came} of {self._machines} came"
         said = f" ({_first_line(error)})" if _first_line(error) else ""
+        if self._rendezvous.is_elastic and (self._came or 0) >= self._machines:
+            return (
+                f"the run at {self._rendezvous.endpoint} has not taken this machine in within "
+                f"{self._timeout_seconds:g} s{said}: it has {self._came} machines, and takes in others between two "
+                "steps if it has a run directory"
+            )
         return (
             f"the machines of the run did not find each other within {self._timeout_seconds:g} s at "
             f"{self._rendezvous.endpoint}{came}{said}; is the command running on all of them, with the same endpoint "

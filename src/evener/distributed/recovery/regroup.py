@@ -132,8 +132,8 @@ def decision(requests: Sequence[Request], bounds: Bounds) -> GroupChange | Stop 
     if asked:
         return _departure(requests, bounds, asked[0])
     if bounds.least_machines:
-        names = sorted({name for request in requests for name in request.newcomers})
-        return GroupChange(words=f"{few(names)} come{'s' * (len(names) == 1)}") if names else Stay()
+        come = _come(requests)
+        return GroupChange(words=come) if come else Stay()
     have, wanted = len(requests), next((request.ranks for request in requests if request.ranks), 0)
     if wanted not in bounds.counts:
         return Stay(
@@ -146,6 +146,11 @@ def decision(requests: Sequence[Request], bounds: Bounds) -> GroupChange | Stop 
         wanted,
         words=f"{wanted} instead of {have} ranks, as asked",
     )
+
+
+def _come(requests: Sequence[Request]) -> str:
+    names = sorted({name for request in requests for name in request.newcomers})
+    return f"{few(names)} come{'s' * (len(names) == 1)}" if names else ""
 
 
 def _departure(requests: Sequence[Request], bounds: Bounds, number: int) -> GroupChange | Stop:
@@ -169,11 +174,8 @@ def _departure(requests: Sequence[Request], bounds: Bounds, number: int) -> Grou
     if left < bounds.least_machines:
         return Stop(number, f"{left} of {bounds.least_machines} machines would be left")
     leave = tuple(rank for rank, request in enumerate(requests) if request.machine in machines)
-    return GroupChange(
-        leave,
-        signal=number,
-        words=f"{few(hosts)} leaves with rank {few([str(rank) for rank in leave])}, on {name}",
-    )
+    words = f"{few(hosts)} leaves with rank {few([str(rank) for rank in leave])}, on {name}"
+    return GroupChange(leave, signal=number, words="; ".join(filter(None, [words, _come(requests)])))
 
 
 # Files between a launcher and its ranks
