@@ -148,7 +148,7 @@ def test_machines_come_and_go(rehearsal: Rehearsal, expected: dict[str, Tensor])
     left = end(leaving, PATIENCE_SECONDS)
     assert left.status == 128 + signal.SIGTERM
     assert "says that this host is about to be taken away" in left.err
-    assert "saved, and the others go on" in left.err
+    assert "and the others go on" in left.err
     rehearsal.goes_on(2)
     rehearsal.hurry()
     one, two = ended(first, staying)

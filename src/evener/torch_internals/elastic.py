@@ -77,7 +77,7 @@ class ElasticAgent(LocalElasticAgent):
         """Called before each look at the workers."""
 
     def regroups(self) -> bool:
-        """Called when all workers have ended with status 0. Returns True to start them again, as no restart counts."""
+        """Called when all workers have ended. Returns True to start them again, which does not count as a restart."""
         return False
 
     def meets_again(self) -> bool:
@@ -196,11 +196,11 @@ class ElasticAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self.follow_changes()
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.state is WorkerState.FAILED and not self.failing(result, self._remaining_restarts):
-            self._remaining_restarts = 0
-        if result.state is WorkerState.SUCCEEDED and self.regroups():
+        if result.state in (WorkerState.SUCCEEDED, WorkerState.FAILED) and self.regroups():
             self.spare_restart()
             return RunResult(state=WorkerState.UNHEALTHY)
+        if result.state is WorkerState.FAILED and not self.failing(result, self._remaining_restarts):
+            self._remaining_restarts = 0
         return result
 
 
@@ -251,7 +251,6 @@ def forget_store(handler: RendezvousHandler) -> None:
     """Makes the handler agree anew on the address of the ranks' store in the next round."""
     if isinstance(handler, DynamicRendezvousHandler):
         handler._bootstrap_store_info = None
-        handler._shared_tcp_store_server = None
 
 
 def leave(handler: DynamicRendezvousHandler, seconds: float) -> None:

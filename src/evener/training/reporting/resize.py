@@ -29,12 +29,17 @@ def resize(run_dir: Path, ranks: int, timeout_seconds: float) -> str:
     path, deadline = run_dir / RESIZE, time.monotonic() + timeout_seconds
     (run_dir / _ANSWER).unlink(missing_ok=True)
     replace_text(path, f"{ranks}\n")
-    while path.exists():
-        if time.monotonic() > deadline or has_ended(run_dir):
-            path.unlink(missing_ok=True)
-            why = "has ended" if has_ended(run_dir) else f"took no step within {timeout_seconds:g} s"
-            raise RankTimeoutError(f"the run in {from_here(run_dir)} {why}, and was not asked")
-        time.sleep(_LOOK_SECONDS)
+    try:
+        while path.exists():
+            if has_ended(run_dir):
+                raise RankTimeoutError(f"the run in {from_here(run_dir)} has ended, and was not asked")
+            if time.monotonic() > deadline:
+                raise RankTimeoutError(
+                    f"the run in {from_here(run_dir)} took no step within {timeout_seconds:g} s, and was not asked"
+                )
+            time.sleep(_LOOK_SECONDS)
+    finally:
+        path.unlink(missing_ok=True)
     answer = read_json(run_dir / _ANSWER)
     (run_dir / _ANSWER).unlink(missing_ok=True)
     if not answer["accepted"]:

@@ -54,6 +54,7 @@ from evener.core.records import (
 from evener.core.stdio import unheard
 from evener.core.text import few, from_here, printable
 from evener.data.shard_counts import COUNTS, are_counts
+from evener.distributed.processes import is_alive
 from evener.distributed.recovery.regroup import LAUNCH
 from evener.distributed.session import RUN_DIR
 from evener.errors import ConfigurationError, StorageError
@@ -212,18 +213,14 @@ def has_ended(path: Path) -> bool:
 
 
 def is_held(path: Path) -> bool:
-    """Returns True if a run writes to the directory."""
-    if not (path / _LOCK).exists():
-        return False
-    lock = FileLock(path / _LOCK, timeout=0)
+    """Returns True if a run writes to the directory, as far as this host can tell. Does not take the lock, which the
+    run may be about to take again."""
     try:
-        lock.acquire()
-    except Timeout:
-        return True
-    except OSError:
+        owner = read_text(path / _OWNER, _LONGEST_OWNER).strip()
+    except (OSError, ValueError):
         return False
-    lock.release()
-    return False
+    pid, _, host = owner.removeprefix(_OWNED).partition(" on ")
+    return host != socket.gethostname() or (pid.isdecimal() and is_alive(int(pid)))
 
 
 def _say(text: str) -> None:
