@@ -9,11 +9,6 @@
 - ``DynamicRendezvousHandler._state_holder`` holds the machines that take part in a c10d rendezvous, and those that wait
   for the next round. A user who starts a run on several machines wants to see which one is missing, and a run whose
   number of machines may change must know who waits and who is gone.
-- ``_bootstrap_store_info`` is the address of the ranks' store. The handler keeps it for later rounds, without telling
-  it to machines that come later, which then wait in vain. Evener forgets it before each round.
-- ``_op_executor`` and ``_Action`` remove a machine from the rendezvous. The only public way to leave, ``shutdown``,
-  closes the rendezvous for all.
-
 Tested with torch 2.11, 2.13, 2.15.
 
 - ``_RendezvousState`` and ``_NodeDesc`` are the state of a c10d rendezvous. torch gives it to a backend as a pickle,
@@ -21,6 +16,13 @@ Tested with torch 2.11, 2.13, 2.15.
   unpickles whatever the backend returns. Evener's backend stores it as JSON, and needs the classes for that.
 
 Tested with torch 2.11, 2.13.
+
+- ``_bootstrap_store_info`` is the address of the ranks' store. The handler keeps it for later rounds, without telling
+  it to machines that come later, which then wait in vain. Evener forgets it before each round.
+- ``_op_executor`` and ``_Action`` remove a machine from the rendezvous. The only public way to leave, ``shutdown``,
+  closes the rendezvous for all.
+
+Tested with torch 2.13, as is the change of the number of workers.
 """
 
 from __future__ import annotations
