@@ -209,7 +209,7 @@ def test_a_machine_with_another_model_is_refused_by_the_ranks(
 def test_ranks_come_and_go(rehearsal: Rehearsal, expected: dict[str, Tensor], strategy: str) -> None:
     """From three to one and back, as asked, and to two and one by signals, the last of them to the first rank.
 
-    With ddp no process that stays is started anew, and nothing is saved before the end.
+    With ddp no process that stays is started anew.
     """
     program = rehearsal.start(TASK, "--processes", "1:3", "--strategy", strategy)
     rehearsal.goes_on(3)
@@ -229,13 +229,37 @@ def test_ranks_come_and_go(rehearsal: Rehearsal, expected: dict[str, Tensor], st
         rehearsal.goes_on(left)
         before, now = now, rehearsal.ranks
         assert (set(now) < set(before)) == (strategy == "ddp")
-    assert (rehearsal.run / "checkpoints" / "latest").exists() == (strategy != "ddp")
+    in_memory = [note for note in rehearsal.notes if "with what rank 0 had in memory" in note]
+    assert len(in_memory) == (4 if strategy == "ddp" else 0)
     rehearsal.hurry()
     (whole,) = ended(program)
     assert whole.status == 0, whole.err
     assert "trained digits with single on 1 rank" in whole.out
     rehearsal.is_training_of_one_device(expected)
     assert sum("leaves, on SIGUSR1" in note for note in rehearsal.notes) == 2
+
+
+def test_a_rank_that_dies_while_it_joins_costs_no_step(
+    rehearsal: Rehearsal, expected: dict[str, Tensor]
+) -> None:
+    """It dies before the others have the state of the one that stays: all start again from what was saved before."""
+    program = rehearsal.start(TASK, "--processes", "1:3")
+    rehearsal.goes_on(3)
+    (asked,) = ended(start_command("resize", rehearsal.run, "1"))
+    assert asked.status == 0, asked.err
+    rehearsal.goes_on(1)
+    before = psutil.Process(program.pid).children()
+    (asked,) = ended(start_command("resize", rehearsal.run, "3"))
+    rehearsal.waits(lambda: len(psutil.Process(program.pid).children()) > len(before))
+    (new, *_) = set(psutil.Process(program.pid).children()) - set(before)
+    new.kill()
+    rehearsal.goes_on(2)
+    rehearsal.hurry()
+    (whole,) = ended(program)
+    assert whole.status == 0, whole.err
+    assert "was killed by SIGKILL" in whole.err
+    assert "restart 1 of 2, with 2 ranks" in whole.err
+    rehearsal.is_training_of_one_device(expected)
 
 
 def test_a_notice_that_leaves_too_few_ends_the_run(rehearsal: Rehearsal) -> None:
@@ -250,8 +274,8 @@ def test_a_notice_that_leaves_too_few_ends_the_run(rehearsal: Rehearsal) -> None
     assert re.search(r"interrupted by SIGUSR1 at step \d+, saved. Continue: ", whole.err)
     assert "restart" not in whole.err
     assert rehearsal.notes[-1] == "all ranks end, for 1 rank would be left"
-    (path,) = (rehearsal.run / "checkpoints").glob("step-*")
-    assert int(path.name.partition("-")[2]) == len(rehearsal.records("step"))
+    saved = [int(path.name.partition("-")[2]) for path in (rehearsal.run / "checkpoints").glob("step-*")]
+    assert max(saved) == len(rehearsal.records("step"))
 
 
 def test_the_machine_that_keeps_the_store_takes_the_others_with_it(rehearsal: Rehearsal) -> None:

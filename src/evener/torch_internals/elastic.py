@@ -9,6 +9,7 @@
 - ``DynamicRendezvousHandler._state_holder`` holds the machines that take part in a c10d rendezvous, and those that wait
   for the next round. A user who starts a run on several machines wants to see which one is missing, and a run whose
   number of machines may change must know who waits and who is gone.
+
 Tested with torch 2.11, 2.13, 2.15.
 
 - ``_RendezvousState`` and ``_NodeDesc`` are the state of a c10d rendezvous. torch gives it to a backend as a pickle,

@@ -9,8 +9,8 @@
     launchers   find the notes of their ranks ─ meet anew ─ start the ranks again, those that leave excepted
 
 The exit status is 0, so that no launcher takes the end of its ranks for a failure. On one machine, ranks that each hold
-the whole state do not save and end: they wait until the launcher has announced the next start, and take part in it with
-what they have in memory (:mod:`evener.distributed.recovery.replacement`).
+the whole state do not end: they wait until the launcher has announced the next start, and take part in it with what
+they have in memory (:mod:`evener.distributed.recovery.replacement`). What is saved serves if a rank dies meanwhile.
 """
 
 from __future__ import annotations

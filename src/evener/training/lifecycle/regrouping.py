@@ -104,7 +104,7 @@ class Regrouping:
         """
         leaves = self._session.rank in change.leave
         if leaves or not change.in_memory:
-            kept = "and the others go on" if leaves else "saved"
-            self._session.watchdog.progress(f"step {steps}, {kept}")
+            others = ", and the others go on" if leaves else ""
+            self._session.watchdog.progress(f"step {steps}, saved{others}")
         note_change(self._launcher, generation(), self._session.environment.local_rank, change)
         raise RegroupError(change.words, stays=change.in_memory and not leaves)

@@ -167,12 +167,7 @@ class Saving:
             self._end_here(agreed.signal, agreed.why)
         elif isinstance(agreed, GroupChange):
             agreed = replace(agreed, in_memory=self._stays and self._keeps_memory(agreed))
-            self._bearing(self._engine.finish_saving)
-            if agreed.in_memory:
-                self._engine.settle()
-                self._engine.tell()
-            else:
-                self.end()
+            self.end()  # also if memory is kept: a rank may die while it joins
             self._engine.observers.event(Note(self._engine.steps_done, agreed.words))
             self._regrouping.end(agreed, self._engine.steps_done)
 
