@@ -13,7 +13,7 @@ from evener.distributed.launch.group_changes import GroupChanges
 from evener.distributed.launch.process_count import Headcount
 from evener.distributed.launch.rendezvous import Rendezvous
 from evener.distributed.loopback import OneMachine
-from evener.distributed.recovery.regroup import BOUNDS, GroupChange, note_change, note_stop
+from evener.distributed.recovery.regroup import BOUNDS, LAUNCH, Bounds, GroupChange, note_change, note_stop
 
 OWN, LOST, ASKED = (Failure(0, kind, "") for kind in ("killed", "communication", "interrupted"))
 
@@ -26,8 +26,10 @@ def changes(run_dir: Path, *counts: int, **members: Any) -> GroupChanges:
 
 
 def test_ranks_are_told_what_the_run_may_become_only_if_that_is_more_than_one(tmp_path: Path) -> None:
-    assert changes(tmp_path, 3).variables() == {}
-    assert changes(tmp_path, 3, 2).variables().keys() == {BOUNDS}
+    assert changes(tmp_path, 3).variables() == {BOUNDS: "", LAUNCH: ""}, (
+        "also in a run that a rank has started"
+    )
+    assert changes(tmp_path, 3, 2).variables()[BOUNDS] == Bounds((3, 2)).to_json()
 
 
 def test_each_change_is_another_start(tmp_path: Path) -> None:

@@ -123,6 +123,8 @@ def test_as_many_ranks_as_a_user_asks_for(have: int, wanted: int, found: GroupCh
 def test_bounds_reach_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(BOUNDS, raising=False)
     assert Bounds.from_environment() is None
+    monkeypatch.setenv(BOUNDS, "")
+    assert Bounds.from_environment() is None
     for bounds in (ONE_TO_THREE, Bounds(least_machines=2, keeps_store=True)):
         monkeypatch.setenv(BOUNDS, bounds.to_json())
         assert Bounds.from_environment() == bounds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from evener.distributed.recovery.regroup import (
     tell_newcomers,
 )
 from evener.distributed.session import RUN_DIR
+from evener.distributed.watchdog.store_health import LAUNCHER_PID
 from evener.training.lifecycle import regrouping
 from evener.training.lifecycle.elastic import joining_terms
 from evener.training.lifecycle.handover import keeps_memory
@@ -45,6 +47,7 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "launcher"
     path.mkdir()
     monkeypatch.setenv(RUN_DIR, str(path))
+    monkeypatch.setenv(LAUNCHER_PID, str(os.getppid()))
     monkeypatch.setattr(regrouping, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(regrouping, "_SAME_SECONDS", 0.0)
     return path
@@ -65,6 +68,15 @@ def test_without_a_launcher_that_allows_it_a_signal_stops_the_run(
     (tmp_path / RESIZE).write_text("2")
     assert not alone.is_asked()
     assert alone.agree(signal.SIGTERM, 3) == Stop(signal.SIGTERM)
+
+
+def test_a_program_that_a_rank_has_started_is_no_rank(
+    launcher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LAUNCHER_PID, "1000000000")
+    program = made(tmp_path, Bounds((3, 2, 1)), monkeypatch=monkeypatch)
+    (tmp_path / RESIZE).write_text("2")
+    assert not program.is_asked()
 
 
 def test_a_request_in_the_run_directory_is_answered(

@@ -50,9 +50,9 @@ class GroupChanges:
                 self._bounds = Bounds(least_machines=rendezvous.nodes[0], keeps_store=keeps_store)
 
     def variables(self) -> dict[str, str]:
-        """Returns the environment variables that tell the ranks what the run may become."""
-        launch = {LAUNCH: self._launch} if self._launch else {}
-        return launch if self._bounds is None else {BOUNDS: self._bounds.to_json(), **launch}
+        """Returns the environment variables that tell the ranks what the run may become. Those of a run in whose rank
+        this launcher was started do not hold here."""
+        return {BOUNDS: self._bounds.to_json() if self._bounds else "", LAUNCH: self._launch}
 
     @property
     def between_machines(self) -> bool:

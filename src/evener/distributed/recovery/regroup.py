@@ -49,7 +49,7 @@ class Bounds:
     def from_environment(cls) -> Bounds | None:
         """Returns the bounds that the launcher has set, or None if the number of ranks is fixed."""
         text = os.environ.get(BOUNDS)
-        if text is None:
+        if not text:
             return None
         found = json.loads(text)
         return cls(tuple(found["counts"]), found["least_machines"], found["keeps_store"])

@@ -26,6 +26,7 @@ from evener.distributed.recovery.regroup import (
 from evener.distributed.restart_count import generation
 from evener.distributed.session import RUN_DIR, Session
 from evener.distributed.signals import asked_to_stop
+from evener.distributed.watchdog.store_health import LAUNCHER_PID
 from evener.training.reporting.resize import answer_resize, resize_asked
 
 _LOOK_SECONDS = 0.5
@@ -42,7 +43,10 @@ class Regrouping:
 
     def __init__(self, session: Session, run_dir: Path) -> None:
         launcher = os.environ.get(RUN_DIR)
-        self._bounds = Bounds.from_environment() if launcher else None
+        is_its_rank = os.environ.get(LAUNCHER_PID) == str(
+            os.getppid()
+        )  # and not a program that a rank has started
+        self._bounds = Bounds.from_environment() if launcher and is_its_rank else None
         self._session, self._run_dir, self._launcher = session, run_dir, Path(launcher or "")
         self._looked = 0.0
 
