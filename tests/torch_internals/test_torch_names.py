@@ -33,6 +33,8 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from evener.distributed.loopback import OneMachine
+
 ROOT = Path(__file__).parents[2]
 BORROWED = ROOT / "src/evener/torch_internals"
 FILES = sorted(path.stem for path in BORROWED.glob("*.py") if path.stem != "__init__")
@@ -343,6 +345,55 @@ def test_the_agent_tells_of_its_workers(tmp_path: Path) -> None:
         assert agent.context is contexts[0]
         assert names.failed(contexts[0]) == {0}
         handler.shutdown()
+
+
+def test_the_agent_changes_the_number_of_its_workers_while_one_stays(tmp_path: Path) -> None:
+    """Of two workers the first one ends; the other one becomes rank 0 of three."""
+    with borrowed("elastic") as names:
+        tells = "open(f'{sys.argv[1]}/{os.environ[\"RANK\"]}-{os.environ[\"WORLD_SIZE\"]}', 'w')"
+        ends = "os.environ['RANK'] == '0' and os.environ['WORLD_SIZE'] == '2'"
+        args = ("-c", f"import os, sys, time\n{tells}\n({ends}) or time.sleep(1.5)", str(tmp_path))
+        spec = WorkerSpec("test", 2, OneMachine(10), entrypoint=sys.executable, args=args, max_restarts=0)
+        kept: list[dict[int, int]] = []
+
+        def look(agent: Any) -> None:
+            running = names.running(agent.context)
+            if not kept and running.keys() == {1}:
+                kept.append(running)
+                agent.renumber([1], 3)
+                kept.append(agent.context.pids())
+
+        agent = type("Changes", (names.ElasticAgent,), {"follow_changes": look})(
+            spec, DefaultLogsSpecs(log_dir=str(tmp_path / "logs"))
+        )
+        result = agent.run()
+        assert not result.is_failed()
+        assert sorted(result.return_values) == [0, 1, 2]
+        assert kept[1][0] == kept[0][1]
+        told = {path.name for path in tmp_path.iterdir() if path.is_file()}
+        assert told == {"0-2", "1-2", "1-3", "2-3"}
+
+
+def test_the_agent_meets_again_when_a_machine_of_the_round_is_silent(tmp_path: Path) -> None:
+    class Silent(OneMachine):
+        def next_rendezvous(self) -> Any:
+            info = super().next_rendezvous()
+            info._world_size = 2 if self._rounds == 1 else 1
+            return info
+
+    with borrowed("elastic") as names:
+        for again in (True, False):
+            spec = WorkerSpec(
+                "test", 1, Silent(0.5), entrypoint=sys.executable, args=("-c", "pass"), max_restarts=0
+            )
+            agent = type("Meets", (names.ElasticAgent,), {"meets_again": lambda _, again=again: again})(
+                spec, DefaultLogsSpecs(log_dir=str(tmp_path / str(again)))
+            )
+            if again:
+                assert not agent.run().is_failed()
+            else:
+                with pytest.raises(dist.DistError):
+                    agent.run()
 
 
 def test_the_agent_starts_one_worker_in_place_of_another(tmp_path: Path) -> None:

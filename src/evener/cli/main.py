@@ -20,6 +20,7 @@ from evener.cli import (
     plan,
     plot,
     predict,
+    resize,
     run,
     sources,
     train,
@@ -32,7 +33,21 @@ from evener.core.stdio import guarded, open_missing, unheard
 from evener.core.text import printable
 from evener.errors import EvenerError, InterruptedRunError, RankError
 
-COMMANDS = (train, evaluate, predict, run, verify, plan, plot, devices, bench, export, listing, completion)
+COMMANDS = (
+    train,
+    evaluate,
+    predict,
+    resize,
+    run,
+    verify,
+    plan,
+    plot,
+    devices,
+    bench,
+    export,
+    listing,
+    completion,
+)
 
 
 class Version(argparse.Action):

@@ -14,7 +14,7 @@ import pickle
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -108,6 +108,11 @@ def first(failures: Iterable[Failure]) -> Failure:
 def is_hopeless(failures: Iterable[Failure]) -> bool:
     """Returns True if a restart would fail for the same reason: a configuration error, or a loss that diverged."""
     return isinstance(first(failures).to_error(), ConfigurationError | DivergenceError)
+
+
+def may_be_replaced(failures: Sequence[Failure]) -> bool:
+    """Returns True if these ranks failed by themselves, for a reason that need not occur in the next start."""
+    return all(failure.is_own for failure in failures) and not is_hopeless(failures)
 
 
 def is_communication_error(error: BaseException) -> bool:

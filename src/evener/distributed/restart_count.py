@@ -11,18 +11,19 @@ import itertools
 import os
 from collections import defaultdict
 
-_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+START = "TORCHELASTIC_RESTART_COUNT"
+"""Environment variable with the number of the start."""
 _counts: defaultdict[tuple[int, str], itertools.count[int]] = defaultdict(itertools.count)
 
 
 def generation() -> int:
     """Returns the number of the current start; 0 for the first."""
-    return int(os.environ.get(_VARIABLE, "0"))
+    return int(os.environ.get(START, "0"))
 
 
 def advance_to(number: int) -> None:
     """Sets the number of the current start."""
-    os.environ[_VARIABLE] = str(number)
+    os.environ[START] = str(number)
 
 
 def next_name(what: str) -> str:

@@ -48,6 +48,7 @@ from evener.errors import ConfigurationError, RankTimeoutError
 from evener.hardware.accelerators import count, has_float64
 from evener.hardware.gpu_tenants import uuid_of
 from evener.hardware.malloc import freed_memory_kept
+from evener.torch_internals.elastic import numbers
 from evener.torch_internals.process_groups import default_store
 from evener.version import evener_version
 
@@ -102,6 +103,8 @@ def rejoin(start: Start) -> None:
     before.stand_down()
     process_watchdogs.remove(before)
     advance_to(start.number)
+    if start.world_size:
+        os.environ.update(numbers(start.pids.index(os.getpid()), start.world_size))
     agent_watchdog(detect(), before.timeout_seconds)
 
 

@@ -24,9 +24,11 @@ from evener.core.observer import Observer
 from evener.core.task.task import Task, TaskLike, resolve
 from evener.distributed.environment import check_processes, default_processes, detect, kind_taken
 from evener.distributed.launch.launch import is_launched, launch
+from evener.distributed.launch.notice import watching
 from evener.distributed.launch.process_count import Headcount
 from evener.distributed.launch.rendezvous import Rendezvous
 from evener.distributed.launch.worker import RankCall, job_in
+from evener.distributed.recovery.regroup import RegroupError
 from evener.distributed.recovery.replacement import say_ready
 from evener.distributed.restart_count import generation
 from evener.distributed.session import RUN_DIR, Session, rejoin
@@ -35,7 +37,7 @@ from evener.errors import ConfigurationError
 from evener.training.builtin_tasks import BUILT_IN
 from evener.training.factory import check_division, suggested_processes
 from evener.training.lifecycle.callback import Callback
-from evener.training.lifecycle.elastic import headcount_of, restarting
+from evener.training.lifecycle.elastic import headcount_of, joining_terms, restarting
 from evener.training.lifecycle.handover import CarriedState, RestartWithStateError, made_anew, succeeds
 from evener.training.reporting.run_dir import goes_on_in, is_of_this_launch, new_run_dir, refuse_taken
 from evener.training.reporting.task_file import OriginNote
@@ -92,18 +94,23 @@ def fit(
     config, run_home = resolved(config), run_home.absolute() if run_home is not None else None
     headcount = headcount_of(config, rendezvous) or Headcount((check_plan(config, rendezvous),))
     check_elsewhere(config)
-    _refuse_taken(config)
+    if (
+        rendezvous is None or not rendezvous.is_elastic
+    ):  # otherwise it may be that of the run which this machine joins
+        _refuse_taken(config)
     job = FitJob(
         task, dict(options or {}), config, show, list(observers), callback, run_home, not is_launched()
     )
-    results = launch(
-        job,
-        processes=headcount,
-        timeout_seconds=config.timeout_seconds,
-        rendezvous=restarting(config, rendezvous),
-        device=config.device,
-        grace_seconds=config.grace_seconds if config.run_dir or run_home else GRACE_SECONDS,
-    )
+    with watching(config.notice_command if detect().local_rank == 0 else None):
+        results = launch(
+            job,
+            processes=headcount,
+            timeout_seconds=config.timeout_seconds,
+            rendezvous=restarting(config, rendezvous),
+            device=config.device,
+            grace_seconds=config.grace_seconds if config.run_dir or run_home else GRACE_SECONDS,
+            terms=joining_terms(task, config, options),
+        )
     trained: Trained | None = results[0]
     assert trained is not None
     return trained
@@ -174,6 +181,8 @@ class FitJob:
         while True:
             try:
                 return job._run(heir)
+            except RegroupError:
+                return None
             except RestartWithStateError as handed_on:
                 start, heir = handed_on.start, handed_on.heir
             rejoin(start)
@@ -208,6 +217,8 @@ class FitJob:
         label = self.task if isinstance(self.task, str) else task.name
         mine = _same_again(lambda: new_run_dir(label, time.time(), run_home)) if session.rank == 0 else None
         path: Path = session.control.broadcast_object(mine)
+        if session.environment.local_rank == 0:
+            _same_again(lambda: path)  # rank 0 may be on this machine some time
         return path
 
 

@@ -19,11 +19,12 @@ from evener.core.elsewhere import shown
 from evener.core.observer import Observer
 from evener.core.records import Note, RunSummary
 from evener.core.task.task import Task
+from evener.core.text import few
 from evener.data.batch import Batch
 from evener.distributed.recovery.deferred_free import bury
 from evener.distributed.session import Session
 from evener.distributed.signals import Deferral, asked, check, deferring, last_words
-from evener.errors import InterruptedRunError
+from evener.errors import InterruptedRunError, RankError
 from evener.nn.fqn import clean_name
 from evener.training.engine import Engine
 from evener.training.lifecycle.callback import Callback
@@ -114,7 +115,9 @@ class Run:
                 self._engine.load(config.resume, self._notes.append)
                 if config.run_dir is not None and not goes_on_in(config.run_dir, config.resume):
                     self._engine.state.branch()
-                ranks = f"{session.world_size} rank{'s' if session.world_size > 1 else ''}"
+                hosts = sorted(set(session.control.gather_objects(session.environment.host)))
+                of_hosts = f" of {few(hosts)}" if len(hosts) > 1 else ""
+                ranks = f"{session.world_size} rank{'s' if session.world_size > 1 else ''}{of_hosts}"
                 self._notes.append(
                     f"goes on after step {self._engine.steps_done} of {shown(config.resume)}, on {ranks}"
                 )
@@ -125,6 +128,10 @@ class Run:
     def _taken_up(self, heir: CarriedState | None) -> CarriedState:
         """Takes over the state that a surviving rank kept in memory while others were replaced, if there is one."""
         if self._succession is None or heir is None:
+            if heir is not None:
+                raise RankError(
+                    "these ranks cannot take over what others had in memory: all have to start again"
+                )
             return CarriedState()
         found, message = self._succession.inherit(heir)
         self._notes += [message] if message else []
@@ -203,7 +210,10 @@ class Run:
 
     def _train(self, stop: Deferral) -> None:
         engine, run_dir, last = self._engine, self._config.run_dir, None
-        saving = Saving(engine, self._config, run_dir / CHECKPOINTS, stop, self._best) if run_dir else None
+        kept = {"stays": self._succession is not None, "is_saved": self._heir.steps < 0}
+        saving = (
+            Saving(engine, self._config, run_dir / CHECKPOINTS, stop, self._best, **kept) if run_dir else None
+        )
         stopping, progress = Stopping(engine), engine.progress
         if progress.epoch and not progress.position and not self._is_evaluated():
             self._evaluate(saving, progress.epoch - 1)  # the run ended before or during the evaluation

@@ -79,3 +79,13 @@ def test_options_with_which_nobody_can_meet_are_refused_in_words(options: dict[s
 
 def test_machines_that_are_given_no_endpoint_meet_where_torchrun_does() -> None:
     assert Rendezvous(nnodes="1:2", rdzv_backend="c10d").endpoint == "localhost:29400"
+
+
+def test_a_machine_that_is_not_taken_in_hears_what_the_run_has() -> None:
+    elastic = Rendezvous(nnodes="1:3", rdzv_backend="c10d", rdzv_endpoint="head:1")
+    wait = RendezvousWait(elastic, 9)
+    wait._came = 2
+    message = wait.message(TimeoutError("late"))
+    assert message.startswith(
+        "the run at head:1 has not taken this machine in within 9 s (late): it has 2 machines"
+    )

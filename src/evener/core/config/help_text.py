@@ -74,6 +74,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "faults": {
         "timeout_seconds": "longest wait for other ranks",
         "grace_seconds": "time to save and end after Ctrl-C",
+        "notice_command": "status 0: this host is about to be taken away",
         "check_replicas": "compare the ranks' state every N steps; 0: never",
         "on_replica_mismatch": "where ranks differ, take the state of majority or rank0",
         "recover": "after a death: memory of others, or file",

@@ -73,6 +73,7 @@ class Settings(LoopSettings, total=False):
     on_bad_sample: str
     on_full_disk: str
     grace_seconds: float
+    notice_command: str | None
     profile: int | None
     overwrite: bool
     weights: str | Path | None

@@ -115,8 +115,8 @@ class RunConfig:
     )
     processes: str | int | None = option(
         None,
-        "ranks on this machine (default: one per GPU, or one per core up to 4), or MIN:MAX: after a death the run goes "
-        "on from its last checkpoint with fewer",
+        "ranks on this machine (default: one per GPU, or one per core up to 4), or MIN:MAX: the run may "
+        "go on with fewer after a death, and with fewer or more when it is asked to (evener resize)",
         metavar="N",
     )
     device: str | None = option(
@@ -314,6 +314,11 @@ class RunConfig:
         20.0,
         "longest time in which a run that is asked to stop (SIGTERM, Ctrl-C) may save and end",
         metavar="S",
+    )
+    notice_command: str | None = option(
+        None,
+        "a shell command that each launcher runs every 5 s; status 0: this host goes away soon, as SIGTERM tells",
+        metavar="CMD",
     )
     profile: int | None = option(
         None,

@@ -8,17 +8,16 @@ the others. Its log lines and banner are hidden, because the launcher reports th
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
@@ -26,18 +25,21 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
-from evener.core.process_variables import variable_set
 from evener.core.stacks import crash_in, stacks_of
 from evener.core.stdio import to_stderr
 from evener.core.text import printable
 from evener.distributed import loopback
-from evener.distributed.failure import Failure, first, is_hopeless, recorded_failure
+from evener.distributed.failure import Failure, first, is_hopeless, may_be_replaced, recorded_failure
+from evener.distributed.launch.agent_scope import quiet, signals_restored
+from evener.distributed.launch.group_changes import GroupChanges
 from evener.distributed.launch.launcher_watchdog import LauncherWatchdog
 from evener.distributed.launch.process_count import Headcount, dead
 from evener.distributed.launch.rendezvous import Rendezvous
 from evener.distributed.launch.rendezvous_wait import RendezvousWait
 from evener.distributed.processes import is_alive
+from evener.distributed.recovery.regroup import GroupChange
 from evener.distributed.recovery.replacement import Start, announce, take_at_their_word
+from evener.distributed.restart_count import START
 from evener.distributed.signals import GRACE_SECONDS, interruption, stop_signals
 from evener.distributed.watchdog.heartbeat import Heartbeat
 from evener.distributed.watchdog.peer_state import PeerState, report_on
@@ -51,19 +53,18 @@ from evener.torch_internals.elastic import ElasticAgent, failed, running
 
 _KILL_SECONDS = round(GRACE_SECONDS) + 1
 _STACKS = 3
-_ELASTIC = "torch.distributed.elastic"
 
 
 class _Variables(DefaultLogsSpecs):
-    """Adds environment variables to those that the agent gives its ranks."""
+    """Adds environment variables to those that the agent gives its ranks at each start."""
 
-    def __init__(self, log_dir: Path, variables: Mapping[str, str]) -> None:
+    def __init__(self, log_dir: Path, variables: Callable[[], Mapping[str, str]]) -> None:
         super().__init__(log_dir=str(log_dir))
         self._variables = variables
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         for variables in envs.values():
-            variables.update(self._variables)
+            variables.update(self._variables())
         return super().reify(envs)
 
 
@@ -78,6 +79,7 @@ class Agent(ElasticAgent):
         variables: Environment variables of the ranks in addition to torchrun's.
         timeout_seconds: How long machines wait for each other.
         grace_seconds: How long ranks may take to end after a stop signal before they are killed.
+        terms: What must be equal on machines that join the run later. None if the ranks know of no steps.
     """
 
     def __init__(
@@ -89,12 +91,17 @@ class Agent(ElasticAgent):
         variables: Mapping[str, str],
         timeout_seconds: float,
         grace_seconds: float = GRACE_SECONDS,
+        terms: Mapping[str, Any] | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._grace_seconds, self._was_asked = grace_seconds, False
         self._headcount, self._max_restarts = processes, rendezvous.max_restarts or 0
         self._lookout = LauncherWatchdog(self._beats, self._pids)
-        self._handler = RendezvousWait(rendezvous, timeout_seconds).handler()
+        waits = RendezvousWait(rendezvous, timeout_seconds, terms)
+        self._handler = waits.handler()
+        self._changes = GroupChanges(
+            self._handler, rendezvous, processes, run_dir, waits.keeps_store, waits.launch, terms is not None
+        )
         static = rendezvous.rdzv_backend == "static" and not rendezvous.is_standalone
         spec = WorkerSpec(
             role="evener",
@@ -108,7 +115,8 @@ class Agent(ElasticAgent):
             master_port=rendezvous.master_port if static else None,
             local_addr=loopback.ADDRESS if rendezvous.is_standalone else None,
         )
-        logs = _Variables(run_dir / "attempts", variables)
+        own = {**variables, **self._changes.variables()}
+        logs = _Variables(run_dir / "attempts", lambda: {**own, START: str(self.start_number)})
         super().__init__(spec, logs)
         self._roots: set[int] = set()
         self._others = ""
@@ -124,21 +132,67 @@ class Agent(ElasticAgent):
         Raises:
             EvenerError: The failure that caused the end of the run, with the type that it had on its rank.
         """
-        with _quiet(), _signals_restored(), self._lookout:
+        with quiet(), signals_restored(), self._lookout:
+            ended = False
             try:
                 result = self.run()
+                ended = result is not None and not result.is_failed()
             except SignalException as stop:
                 number = int(stop.sigval)
+                ended = self._noted() is None
                 raise InterruptedRunError(interruption(number, self._progress()), number) from None
             except (RendezvousTimeoutError, RendezvousConnectionError, dist.DistError) as error:
                 raise RankTimeoutError(f"the machines of the run lost each other: {error}") from error
             finally:
                 self._kill_groups()
-                self._handler.shutdown()
+                self._changes.part(ended)
         if result is None:
             raise RankError("the other machines ended the run before this one had joined it")
         if result.is_failed():
             raise self._cause(result)
+
+    @property
+    def start_number(self) -> int:
+        return self._changes.start_number(self.restarts_done)
+
+    def regroups(self) -> bool:
+        """Returns True if the ranks have ended because their number changes, and sets their next number.
+
+        Raises:
+            InterruptedRunError: If the ranks of this machine have left, and the others go on without them.
+        """
+        change = self._noted()
+        if change is None or change.in_memory:
+            return False
+        if self._changes.has_left:
+            raise InterruptedRunError(interruption(change.signal, self._progress()), change.signal)
+        self.get_worker_group().spec.local_world_size = change.ranks or self.ranks
+        _say(f"{change.words}; the ranks start again, with what they have saved")
+        return True
+
+    def meets_again(self) -> bool:
+        return self._changes.may_have_lost
+
+    def follow_changes(self) -> None:
+        """If ranks wait for another number of ranks, and those that leave have ended, announces the next start."""
+        change = self._changes.kept(self.start_number, self.ranks)
+        pids = self.context.pids() if self.context else {}
+        if change is None or any(is_alive(pids[rank]) for rank in change.leave):
+            return
+        stay = sorted(pids.keys() - set(change.leave))
+        if all(is_alive(pids[rank]) for rank in stay) and take_at_their_word(
+            self._run_dir, stay, self.start_number
+        ):
+            self._changes.made()
+            new, kept = tuple(range(len(stay), change.ranks)), tuple(pids[rank] for rank in stay)
+            announce(self._run_dir, Start(self.start_number, new, kept, change.ranks))
+            self.renumber(stay, change.ranks)
+            _say(f"{change.words}; the ranks that stay go on with what they hold in memory")
+
+    def _noted(self) -> GroupChange | None:
+        return self._changes.noted(
+            self.start_number, self.ranks, self.get_worker_group().workers[0].global_rank
+        )
 
     def started(self, context: PContext) -> None:
         self._roots = set()
@@ -197,6 +251,10 @@ class Agent(ElasticAgent):
         failures = {each.local_rank: self._failure(rank, each) for rank, each in result.failures.items()}
         cause = first(failures.values())
         hopeless = self._lookout.was_done or is_hopeless(failures.values())
+        hopeless, is_free = self._changes.judged(self.start_number, cause, hopeless, self._progressed())
+        if is_free and not hopeless:
+            self.spare_restart()
+            restarts += 1
         if restarts and not hopeless:
             number = self._max_restarts - restarts + 1
             spared = self._spare(0 if self._lookout.found else dead(failures, self._roots, cause))
@@ -211,19 +269,20 @@ class Agent(ElasticAgent):
         goes_on_with_fewer = self._headcount.after(self.ranks, len(failures)) != self.ranks
         others = running(self.context) if self.context else {}
         known = len(failures) + len(others) == self.ranks
-        if self._lookout.found or goes_on_with_fewer or not (self.is_alone and others and known):
+        is_fixed = not (goes_on_with_fewer or self._changes.between_machines)
+        if self._lookout.found or not is_fixed or not (self.is_alone and others and known):
             return False
         ranks = [worker.global_rank for worker in self.get_worker_group().workers]
         self._roots = set(failures)
         found = [self._failure(ranks[local_rank], failure) for local_rank, failure in failures.items()]
         stay = [ranks[local_rank] for local_rank in others]
-        if not _may_be_replaced(found) or not take_at_their_word(self._run_dir, stay, self.restarts_done):
+        if not may_be_replaced(found) or not take_at_their_word(self._run_dir, stay, self.start_number):
             return False
         self._roots = set()
         self._say_replaced(found)
         for failure in failures.values():
             self._kill_group(failure.pid)
-        new, number = tuple(failure.rank for failure in found), self.restarts_done + 1
+        new, number = tuple(failure.rank for failure in found), self.start_number + 1
         announce(self._run_dir, Start(number, new, tuple(others.values())))
         return True
 
@@ -251,7 +310,11 @@ class Agent(ElasticAgent):
     def _cause(self, result: RunResult) -> EvenerError:
         ended = result.failures
         if self._lookout.found is not None:  # a failure that a rank itself has recorded takes precedence
-            ended = {rank: process for rank, process in ended.items() if _was_recorded(process)}
+            ended = {
+                rank: process
+                for rank, process in ended.items()
+                if recorded_failure(process.error_file_data) is not None
+            }
             if not ended:
                 return self._lookout.found
         failures = [self._failure(rank, failure) for rank, failure in ended.items()]
@@ -306,6 +369,12 @@ class Agent(ElasticAgent):
         beats = [self._beat(worker.global_rank) for worker in self.get_worker_group().workers]
         return next((beat.progress for beat in beats if beat and beat.progress), "")
 
+    def _progressed(self) -> bool:
+        """Returns True if a rank of this machine is known to have taken a step in this start."""
+        pids = set(self.context.pids().values()) if self.context else set()
+        beats = [self._beat(worker.global_rank) for worker in self.get_worker_group().workers]
+        return any(beat.pid in pids and beat.progress for beat in beats if beat)
+
     def _beats(self) -> dict[int, Heartbeat | None]:
         """Returns the last heartbeats of running ranks, by rank; None for one that has sent none in this start."""
         started = self._pids()
@@ -327,45 +396,5 @@ class Agent(ElasticAgent):
             return None
 
 
-def _may_be_replaced(failures: Sequence[Failure]) -> bool:
-    """Returns True if these ranks failed by themselves, for a reason that need not occur in the next start."""
-    return all(failure.is_own for failure in failures) and not is_hopeless(failures)
-
-
-def _was_recorded(process: ProcessFailure) -> bool:
-    """Returns True if the rank itself has recorded why it ended."""
-    return recorded_failure(process.error_file_data) is not None
-
-
 def _say(message: str) -> None:
     to_stderr(f"evener: {printable(message)}")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    logger, silence = logging.getLogger(_ELASTIC), logging.NullHandler()
-    before = logger.propagate
-    logger.addHandler(silence)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.propagate = before
-        logger.removeHandler(silence)
-
-
-@contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Restores the signal handlers that the agent replaces, and keeps the agent from handling an ignored SIGHUP."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    names = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1]
-    before = {number: signal.getsignal(number) for number in names}
-    unheard = {signal.SIGHUP} if before[signal.SIGHUP] is signal.SIG_IGN else set()
-    handled = ",".join(number.name for number in names if number not in unheard)
-    with ExitStack() as stack:
-        for number, handler in before.items():
-            stack.callback(signal.signal, number, handler)
-        stack.enter_context(variable_set("TORCHELASTIC_SIGNALS_TO_HANDLE", handled))
-        yield

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import cloudpickle
 
@@ -46,6 +46,7 @@ def launch(
     rendezvous: Rendezvous | None = None,
     device: str | None = None,
     grace_seconds: float = GRACE_SECONDS,
+    terms: Mapping[str, Any] | None = None,
     **kwargs: object,
 ) -> list[R]:
     """Calls ``fn(*args, **kwargs)`` on every rank.
@@ -57,6 +58,8 @@ def launch(
         rendezvous: How several machines find each other; one machine by default.
         device: ``cpu`` or ``cuda``; limits the number of ranks. By default cuda if there is a GPU, else cpu.
         grace_seconds: How long ranks may take to end by themselves after a stop signal.
+        terms: With ``nnodes`` MIN:MAX, what must be equal on the machines: one that differs is refused, and the others
+            do not notice. Values that JSON has.
 
     Returns:
         The results of this machine's ranks in the last start, in order of rank. If this process is already a rank, the
@@ -82,7 +85,7 @@ def launch(
         with job.signals():
             return [job.run()]
     with scratch() as directory:
-        ranks = run_job(job, headcount, rendezvous, directory, sys.path, grace_seconds)
+        ranks = run_job(job, headcount, rendezvous, directory, sys.path, grace_seconds, terms)
         return [result_of(directory, local_rank) for local_rank in range(ranks)]
 
 
@@ -112,6 +115,7 @@ def run_job(
     run_dir: Path,
     path: list[str],
     grace_seconds: float = GRACE_SECONDS,
+    terms: Mapping[str, Any] | None = None,
 ) -> int:
     """Starts ranks, runs a job on them until all have ended, and returns the number of ranks in the last start.
 
@@ -122,6 +126,7 @@ def run_job(
         run_dir: A private directory, in which the ranks leave their results.
         path: The ranks' ``sys.path``.
         grace_seconds: How long ranks may take to end by themselves after a stop signal.
+        terms: What must be equal on machines that join later.
 
     Raises:
         ConfigurationError: If the job cannot be sent to the ranks, or the limit of open files is too low.
@@ -133,7 +138,7 @@ def run_job(
     arguments = [*interpreter.flags(), "-u", "-c", BOOTSTRAP, str(run_dir)]
     met = rendezvous or Rendezvous()
     variables = _variables(run_dir, processes.start, met)
-    agent = Agent(arguments, processes, met, run_dir, variables, job.timeout_seconds, grace_seconds)
+    agent = Agent(arguments, processes, met, run_dir, variables, job.timeout_seconds, grace_seconds, terms)
     agent.run_to_end()
     return agent.ranks
 
@@ -152,7 +157,7 @@ def _variables(run_dir: Path, processes: int, met: Rendezvous) -> Mapping[str, s
     variables = {RUN_DIR: str(run_dir), LAUNCHER_PID: str(os.getpid())}
     if met.is_standalone:
         variables |= loopback.variables()
-    if met.max_restarts:
+    if met.max_restarts and not met.is_elastic:
         variables[ALLOWED] = "1"
     if "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(threads_per_rank(processes))

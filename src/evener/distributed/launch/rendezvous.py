@@ -13,6 +13,8 @@ _BACKENDS = ("static", "c10d")
 _LIMITS = ("timeout", "join_timeout", "read_timeout")
 """Timeout options: for all machines to join with static and with c10d, and for c10d to reach the store."""
 
+LAST_CALL_SECONDS = 5
+"""How long an elastic run waits for more machines once the least number is there. Later ones join between steps."""
 _DEFAULT_ENDPOINT = "localhost:29400"
 """torchrun's default endpoint."""
 
@@ -77,6 +79,11 @@ class Rendezvous:
         return self.standalone or (alone and (self.master_addr, self.master_port) == ("127.0.0.1", 29500))
 
     @property
+    def is_elastic(self) -> bool:
+        """True if the number of machines may change during the run."""
+        return self.nodes[0] < self.nodes[1] and self.rdzv_backend == "c10d"
+
+    @property
     def endpoint(self) -> str:
         fixed = f"{self.master_addr}:{self.master_port}" if self.rdzv_backend == "static" else ""
         return self.rdzv_endpoint or fixed or _DEFAULT_ENDPOINT
@@ -86,6 +93,7 @@ class Rendezvous:
         backend = self.rdzv_backend
         least, most = self.nodes
         limits = dict.fromkeys(_LIMITS, math.ceil(timeout_seconds))
+        limits |= {"last_call_timeout": LAST_CALL_SECONDS} if self.is_elastic else {}
         options: dict[str, str | int] = {**limits, **self._options()}
         if backend == "static":
             options["rank"] = self.node_rank

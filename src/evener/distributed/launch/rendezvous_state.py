@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -21,10 +21,16 @@ from evener.torch_internals.elastic import NodeDesc, RendezvousState
 
 
 class JsonBackend(RendezvousBackend):
-    """Wraps the backend ``inner``: torch passes and receives pickles, ``inner`` stores JSON."""
+    """Wraps the backend ``inner``: torch passes and receives pickles, ``inner`` stores JSON.
 
-    def __init__(self, inner: RendezvousBackend) -> None:
-        self._inner = inner
+    Args:
+        by_arrival: True to number machines in the order in which they came to the run, and not by their addresses. Then
+            machines that join later do not become rank 0, which has the records.
+    """
+
+    def __init__(self, inner: RendezvousBackend, by_arrival: bool = False) -> None:
+        self._inner, self._by_arrival = inner, by_arrival
+        self._arrivals: list[NodeDesc] = []
 
     @property
     def name(self) -> str:
@@ -32,20 +38,30 @@ class JsonBackend(RendezvousBackend):
 
     def get_state(self) -> tuple[bytes, Token] | None:
         found = self._inner.get_state()
-        return None if found is None else (_pickled(found[0]), found[1])
+        return None if found is None else (self._pickled(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         own: RendezvousState = pickle.loads(state)  # safe: torch has just pickled it in this process
-        found = self._inner.set_state(as_json(own), token)
-        return None if found is None else (_pickled(found[0]), found[1], found[2])
+        if self._by_arrival:
+            self._arrivals += [node for node in own.participants if node not in self._arrivals]
+            if own.complete:
+                own.participants = _numbered(own.participants, self._arrivals)
+        found = self._inner.set_state(as_json(own, self._arrivals), token)
+        return None if found is None else (self._pickled(found[0]), found[1], found[2])
+
+    def _pickled(self, text: bytes) -> bytes:
+        state = from_json(text)
+        self._arrivals = arrivals(text)
+        return pickle.dumps(state)
 
 
-def _pickled(text: bytes) -> bytes:
-    return pickle.dumps(from_json(text))
+def _numbered(participants: dict[NodeDesc, int], arrivals: list[NodeDesc]) -> dict[NodeDesc, int]:
+    ordered = sorted(participants, key=arrivals.index)
+    return {node: rank for rank, node in enumerate(ordered)}
 
 
-def as_json(state: RendezvousState) -> bytes:
-    """Converts the state to JSON."""
+def as_json(state: RendezvousState, arrivals: Sequence[NodeDesc] = ()) -> bytes:
+    """Converts the state, and the machines in the order of their arrival, to JSON."""
     fields = {
         "round": state.round,
         "complete": state.complete,
@@ -55,6 +71,7 @@ def as_json(state: RendezvousState) -> bytes:
         "last_heartbeats": [[*_node(node), time.isoformat()] for node, time in state.last_heartbeats.items()],
         "wait_list": sorted(map(_node, state.wait_list)),
         "redundancy_list": sorted(map(_node, state.redundancy_list)),
+        "arrivals": [_node(node) for node in arrivals],
     }
     return json.dumps(fields).encode()
 
@@ -80,6 +97,14 @@ def from_json(text: bytes) -> RendezvousState:
             f"Evener or a stranger writes it: {error}"
         ) from error
     return state
+
+
+def arrivals(text: bytes) -> list[NodeDesc]:
+    """Returns the machines in the order of their arrival, of what :func:`as_json` wrote and `from_json` accepts."""
+    try:
+        return [_desc(*row) for row in _exactly(parsed(text.decode()).get("arrivals", []), list)]
+    except (ValueError, TypeError) as error:
+        raise RendezvousStateError(f"the store of the run holds a wrong list of machines: {error}") from error
 
 
 def _node(node: NodeDesc) -> list[Any]:

@@ -90,7 +90,7 @@ def main(run_dir: str) -> None:
     reserve()
     environment = detect()
     record_crash(Path(run_dir) / f"crash-{environment.rank}")
-    enforce(lambda number: _record_interruption(number, environment.rank))
+    enforce(_record_interruption)
     status, works_on = 1, False
     try:
         job = job_in(Path(run_dir))
@@ -99,10 +99,10 @@ def main(run_dir: str) -> None:
             guard()
         with job.signals():
             result = job.run()
-        _write_result(Path(run_dir) / f"result-{environment.local_rank}", result)
+        _write_result(Path(run_dir) / f"result-{detect().local_rank}", result)
         status, works_on = 0, job.works_on
     except BaseException as error:
-        status = _status_of(error, environment.rank)
+        status = _status_of(error, detect().rank)  # its number may have changed
     _leave(status, works_on)
 
 
@@ -137,8 +137,8 @@ def _status_of(error: BaseException, rank: int) -> int:
     return record_failure(error, rank).exit_status
 
 
-def _record_interruption(number: int, rank: int) -> None:
-    record_failure(InterruptedRunError(interruption(number, progress()), number), rank)
+def _record_interruption(number: int) -> None:
+    record_failure(InterruptedRunError(interruption(number, progress()), number), detect().rank)
 
 
 def _write_result(path: Path, result: Any) -> None:

@@ -43,6 +43,9 @@ class Start:
     replaced: tuple[int, ...]
     pids: tuple[int, ...]
     """Process ids of the ranks that stay."""
+    world_size: int = 0
+    """The new number of ranks; 0 if it does not change. Then the ranks that stay keep their numbers. Otherwise they are
+    numbered in the order of ``pids``."""
 
 
 class RecalledError(RankError):
@@ -110,7 +113,7 @@ def announced(run_dir: Path) -> Start | None:
         found = json.loads((run_dir / _ANNOUNCEMENT).read_text())
     except OSError:
         return None
-    return Start(found["number"], tuple(found["replaced"]), tuple(found["pids"]))
+    return Start(found["number"], tuple(found["replaced"]), tuple(found["pids"]), found["world_size"])
 
 
 def is_successor(run_dir: Path) -> bool:

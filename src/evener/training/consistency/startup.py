@@ -32,7 +32,19 @@ from evener.training.consistency.task_description import described
 Facts = Mapping[str, Any]
 """Description of what a rank is about to train, with names that error messages can use."""
 
-_OWN = {"run_dir", "resume", "weights", "overwrite", "device", "processes", "workers", "offload_to"}
+OWN_SETTINGS = {
+    *(
+        "run_dir",
+        "resume",
+        "weights",
+        "overwrite",
+        "device",
+        "processes",
+        "workers",
+        "offload_to",
+        "notice_command",
+    )
+}
 """Settings that may differ between machines."""
 
 
@@ -45,7 +57,7 @@ _OPTIONAL = ("evaluate", "penalty", "scheduler", "collate", "average", "cost")
 
 def facts_of(task: Task, config: RunConfig, model: nn.Module, backend: str = "") -> dict[str, Any]:
     """Describes what this rank is about to train."""
-    settings = {name: value for name, value in config.as_dict().items() if name not in _OWN}
+    settings = {name: value for name, value in config.as_dict().items() if name not in OWN_SETTINGS}
     return {
         **{f"setting {name}": value for name, value in settings.items()},
         "the version of torch": torch.__version__.partition("+")[0],

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
+
+import torch
 
 from evener.balance.registry import decides
 from evener.core.config.process_range import ProcessRange
 from evener.core.config.run_config import RunConfig
+from evener.core.task.task import TaskLike
 from evener.distributed.environment import check_processes, default_processes, kind_taken
 from evener.distributed.launch.launch import is_launched
 from evener.distributed.launch.process_count import Headcount
 from evener.distributed.launch.rendezvous import Rendezvous
 from evener.errors import ConfigurationError
+from evener.training.consistency.startup import OWN_SETTINGS
 from evener.training.factory import check_division
+from evener.version import evener_version
 
 
 def headcount_of(config: RunConfig, rendezvous: Rendezvous | None) -> Headcount | None:
@@ -33,6 +40,8 @@ def headcount_of(config: RunConfig, rendezvous: Rendezvous | None) -> Headcount 
 
 def restarting(config: RunConfig, rendezvous: Rendezvous | None) -> Rendezvous | None:
     """Returns a rendezvous that allows one restart for each rank the run can lose, unless it gives a number itself."""
+    if rendezvous is not None and rendezvous.is_elastic and rendezvous.max_restarts is None:
+        return replace(rendezvous, max_restarts=rendezvous.nodes[1] - rendezvous.nodes[0])
     if not isinstance(config.processes, str):
         return rendezvous
     given, meeting = ProcessRange.parse(config.processes), rendezvous or Rendezvous()
@@ -90,3 +99,19 @@ def _allowed(config: RunConfig, counts: range) -> tuple[int, ...]:
     if len(refused) == len(counts):
         raise refused[counts[0]]
     return tuple(count for count in counts if count not in refused)
+
+
+def joining_terms(task: TaskLike, config: RunConfig, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns what must be equal on a machine that joins a run (``nnodes`` MIN:MAX), as far as its launcher knows it.
+
+    The ranks compare the rest when they start: model, data and the parts of the task.
+    """
+    named = task if isinstance(task, str) else getattr(task, "__qualname__", type(task).__name__)
+    settings = {name: value for name, value in config.as_dict().items() if name not in OWN_SETTINGS}
+    return {
+        "the version of Evener": evener_version(),
+        "the version of torch": torch.__version__.partition("+")[0],
+        "the task": named,
+        "its options": {name: str(value) for name, value in (options or {}).items()},
+        **{f"setting {name}": value for name, value in settings.items()},
+    }

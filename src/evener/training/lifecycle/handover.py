@@ -24,10 +24,12 @@ from typing import Any
 
 from torch import nn
 
+from evener.core.config.run_config import RunConfig
 from evener.core.observer import Observer
 from evener.core.records import StepRecord
 from evener.distributed.failure import is_communication_error
 from evener.distributed.recovery.deferred_free import bury
+from evener.distributed.recovery.regroup import RegroupError
 from evener.distributed.recovery.replacement import (
     ALLOWED,
     NEWS_SECONDS,
@@ -39,9 +41,13 @@ from evener.distributed.recovery.replacement import (
 from evener.distributed.session import RUN_DIR
 from evener.distributed.signals import asked
 from evener.errors import InterruptedRunError, RankError
+from evener.strategies.ddp import Ddp
 from evener.training.engine import Engine
+from evener.training.factory import strategy_of
 from evener.training.state.rng_file import Generators
 
+_CHANGE_SECONDS = 60.0
+"""Longest time that a rank waits for the ranks that leave, before all start again from the last checkpoint."""
 _GIVEN_UP = "evener_given_up"
 """Name of the attribute that marks the parameters of a module whose engine was given up."""
 
@@ -113,7 +119,7 @@ class RankReplacement:
                 if start is None:
                     raise
                 let_go()
-                raise RestartWithStateError(start, self._hand_on()) from None
+                raise RestartWithStateError(start, self._hand_on(isinstance(error, RegroupError))) from None
 
     def inherit(self, heir: CarriedState) -> tuple[CarriedState, str]:
         """Loads the state of the most advanced rank. Returns it and a message for the user. A collective call.
@@ -142,11 +148,13 @@ class RankReplacement:
         unknown = f"; the random generators of rank {lost} begin anew" if lost else ""
         return found, message + unknown
 
-    def _hand_on(self) -> CarriedState:
+    def _hand_on(self, between_steps: bool) -> CarriedState:
         """Gives up this rank's engine and returns the state to carry over."""
         engine, steps = self._engine, self._engine.steps_done
         engine.give_up()
-        if self._generators.kept <= steps:  # another rank may have finished this step
+        if between_steps:
+            self._generators.keep(steps)
+        elif self._generators.kept <= steps:  # another rank may have finished this step
             self._generators.keep(steps + 1)
         begun = engine.learner.stepper.interrupted
         heir = self._heir(begun) if begun is not None or engine.learner.updating != steps else CarriedState()
@@ -170,7 +178,12 @@ def _called(stay: SurvivorLease, error: Exception) -> Start | None:
     """Returns the start that this rank is called to, or None if there is none.
 
     After a communication error it waits for the call: a rank notices the loss of another before the agent acts on it.
+    When the number of ranks changes it waits, too: the agent waits until those that leave have ended.
     """
+    if isinstance(error, RegroupError) and error.stays:
+        if start := stay.called(_CHANGE_SECONDS):
+            return start
+        raise RankError(f"the ranks that leave have not ended within {_CHANGE_SECONDS:g} s") from error
     if asked() is not None or isinstance(error, InterruptedRunError):
         return None
     return stay.called(NEWS_SECONDS if is_communication_error(error) else 0.0)
@@ -179,14 +192,27 @@ def _called(stay: SurvivorLease, error: Exception) -> Start | None:
 def succession(engine: Engine) -> RankReplacement | None:
     """Returns the rank replacement, or None if all ranks have to start again together.
 
-    That is so with another launcher, several machines, a GPU, a sharded state, or ``recover`` other than "memory".
+    That is so with another launcher, several machines, a GPU, a sharded state, or ``recover`` other than "memory". A
+    single rank, which others may join, has all of the state.
     """
     session, learner = engine.session, engine.learner
     launcher = os.environ.get(RUN_DIR) if engine.config.recover == "memory" else None
-    whole = learner.synchronizer.holds_all and learner.data.degree == session.world_size
+    whole = session.world_size == 1 or (
+        learner.synchronizer.holds_all and learner.data.degree == session.world_size
+    )
     here = session.device.type == "cpu" and session.environment.local_world_size == session.world_size
     allowed = ALLOWED in os.environ and launcher is not None
     return RankReplacement(engine, Path(launcher)) if launcher and allowed and whole and here else None
+
+
+def keeps_memory(config: RunConfig, ranks: int, then: int) -> bool:
+    """Returns True if the ranks that stay can go on with what they have in memory when their number changes.
+
+    Args:
+        ranks: The number of ranks now, which have `succession`.
+        then: The number of ranks after the change.
+    """
+    return all(isinstance(strategy_of(config, count), Ddp) for count in (ranks, then) if count > 1)
 
 
 def succeeds() -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,13 @@ from evener.core.config.run_config import RunConfig
 from evener.core.records import Note
 from evener.core.text import from_here
 from evener.data.batch import Batch
+from evener.distributed.recovery.regroup import GroupChange, Stop
 from evener.distributed.signals import Deferral, interruption
 from evener.errors import CheckpointError, ConfigurationError, InterruptedRunError
 from evener.training.engine import Engine
 from evener.training.evaluation import AVERAGE
+from evener.training.lifecycle.handover import keeps_memory
+from evener.training.lifecycle.regrouping import Regrouping
 from evener.training.step.step import Step
 
 
@@ -40,7 +44,9 @@ class Wish(IntEnum):
     LOOK = 1
     """Report a save that failed."""
     SAVE = 2
-    END = 3
+    REGROUP = 3
+    """Agree on another number of ranks."""
+    END = 4
     """End as if the run were complete, which saves."""
     STOP = 100
     """Save and stop. The number of the signal is added."""
@@ -51,20 +57,31 @@ class Saving:
 
     Args:
         stop: Tells if this rank was asked to stop.
+        stays: Whether this rank keeps its state in memory when others come or leave.
+        is_saved: Whether the run begins with what a checkpoint holds, or with nothing.
 
     Raises:
         ConfigurationError: If the best evaluation is to be kept and the task has none.
     """
 
     def __init__(
-        self, engine: Engine, config: RunConfig, directory: Path, stop: Deferral, best: Best
+        self,
+        engine: Engine,
+        config: RunConfig,
+        directory: Path,
+        stop: Deferral,
+        best: Best,
+        *,
+        stays: bool = False,
+        is_saved: bool = True,
     ) -> None:
         self._engine, self._config, self._directory, self._stop = engine, config, directory, stop
-        self._best = best
+        self._best, self._stays = best, stays
+        self._regrouping = Regrouping(engine.session, directory.parent)
         self._unwritten: tuple[Path, str] | None = None
         self._told = ""
         self._interval = Interval.parse(config.save_every)
-        self._saved_at = engine.steps_done
+        self._saved_at = engine.steps_done if is_saved else -1
         self._last = time.monotonic()
         if best.metric and engine.task.evaluate is None:
             raise ConfigurationError(f"keep_best {config.keep_best!r}: the task has nothing to evaluate on")
@@ -75,6 +92,8 @@ class Saving:
         """Returns the request that this rank sends with its next step."""
         if self._stop.number:
             return Wish.STOP + self._stop.number
+        if self._regrouping.is_asked():
+            return Wish.REGROUP
         passed, every = time.monotonic() - self._last, self._interval.seconds
         if every and passed >= every and self._engine.session.rank == 0:
             return Wish.SAVE
@@ -90,11 +109,11 @@ class Saving:
         self._write_evaluation()
         batch = step.batch
         wish = self._wished(batch)
-        if step.asked_to_stop:
-            self._end_here(step.asked_to_stop)
-        elif wish >= Wish.STOP:
-            self._end_here(int(wish - Wish.STOP))
-        elif wish == Wish.SAVE or self._is_due(batch):
+        if number := step.asked_to_stop or max(0, int(wish - Wish.STOP)):
+            self._stop_or_change(number)
+        elif wish == Wish.REGROUP and self._engine.steps_done != self._engine.total_steps:
+            self._stop_or_change()
+        if wish == Wish.SAVE or self._is_due(batch):
             self._save()
         elif wish == Wish.LOOK:
             self._bearing(self._engine.finish_saving)
@@ -141,11 +160,28 @@ class Saving:
             self._engine.observers.event(Note(self._engine.steps_done, f"{wrong}; the run goes on"))
         self._told = wrong
 
-    def _end_here(self, number: int) -> None:
+    def _stop_or_change(self, number: int = 0) -> None:
+        """Ends the run because of a signal, or the ranks because their number changes, as all ranks agree."""
+        agreed = self._regrouping.agree(number, self._engine.steps_done)
+        if isinstance(agreed, Stop):
+            self._end_here(agreed.signal, agreed.why)
+        elif isinstance(agreed, GroupChange):
+            agreed = replace(agreed, in_memory=self._stays and self._keeps_memory(agreed))
+            self.end()  # also if memory is kept: a rank may die while it joins
+            self._engine.observers.event(Note(self._engine.steps_done, agreed.words))
+            self._regrouping.end(agreed, self._engine.steps_done)
+
+    def _keeps_memory(self, change: GroupChange) -> bool:
+        return change.ranks > 0 and keeps_memory(self._config, self._engine.session.world_size, change.ranks)
+
+    def _end_here(self, number: int, why: str = "") -> None:
         steps = self._engine.steps_done
+        if why:
+            self._engine.observers.event(Note(steps, f"all ranks end, for {why}"))
         self.end()
         place = f"step {steps}, saved. Continue with --resume {from_here(self._directory.parent)}"
         self._engine.session.watchdog.progress(place)  # for the launcher
+        self._regrouping.stop()
         raise InterruptedRunError(interruption(number, place), number)
 
     def end(self) -> None:

@@ -54,6 +54,8 @@ from evener.core.records import (
 from evener.core.stdio import unheard
 from evener.core.text import few, from_here, printable
 from evener.data.shard_counts import COUNTS, are_counts
+from evener.distributed.processes import is_alive
+from evener.distributed.recovery.regroup import LAUNCH
 from evener.distributed.session import RUN_DIR
 from evener.errors import ConfigurationError, StorageError
 from evener.files import read_json, read_text, write_json
@@ -205,6 +207,22 @@ class RunDirectory:
         self._lock.release()
 
 
+def has_ended(path: Path) -> bool:
+    """Returns True if the run in the directory has written its summary, at its end or because it was interrupted."""
+    return (path / _SUMMARY).exists()
+
+
+def is_held(path: Path) -> bool:
+    """Returns True if a run writes to the directory, as far as this host can tell. Does not take the lock, which the
+    run may be about to take again."""
+    try:
+        owner = read_text(path / _OWNER, _LONGEST_OWNER).strip()
+    except (OSError, ValueError):
+        return False
+    pid, _, host = owner.removeprefix(_OWNED).partition(" on ")
+    return host != socket.gethostname() or (pid.isdecimal() and is_alive(int(pid)))
+
+
 def _say(text: str) -> None:
     print(f"evener: {text}", file=unheard(sys.stderr), flush=True)
 
@@ -302,7 +320,7 @@ class Records(Observer):
 
 def launch_name() -> str:
     """Returns a name for the launch of this process, which stays the same when its ranks are started again."""
-    private = os.environ.get(RUN_DIR)
+    private = os.environ.get(LAUNCH) or os.environ.get(RUN_DIR)
     if private:
         return private
     parent = os.getppid()
