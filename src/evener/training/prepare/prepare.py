@@ -25,6 +25,7 @@ from evener.core.plugins import kind_of
 from evener.distributed.loop_watch import loop_watch
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError
+from evener.nn.fqn import clean_name
 from evener.strategies.interfaces import StrategySettings
 from evener.training.batches.device_mix import why_by_speed
 from evener.training.consistency.startup import agree_on_functions, agree_on_optimizer
@@ -308,7 +309,10 @@ def _check_optimizers(
             f"an optimizer has {len(strangers)} parameters, the first of shape {tuple(strangers[0].shape)}, of no "
             "model that was given: give evener.prepare the model before, or in the same call"
         )
-    own = place.learner.names if models else {}
+    now = place.models[
+        len(place.models) - len(models) :
+    ]  # whose parameters may be others than those of `models`
+    own = {p: clean_name(name) for model in now for name, p in model.named_parameters()}
     left = [name for p, name in own.items() if p.requires_grad and p not in held]
     if optimizers and left:
         warnings.warn(
