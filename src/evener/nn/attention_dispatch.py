@@ -41,18 +41,19 @@ def attend_within(model: nn.Module) -> None:
     model.register_forward_hook(_leave, always_call=True)
 
 
-_entered: list[AbstractContextManager[Any]] = []
-"""The contexts of the forward calls that are under way, the innermost last."""
+_entered: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
+"""The forward calls that are under way with their contexts, the innermost last."""
 
 
 def _enter(module: nn.Module, inputs: Any) -> None:
     entered = attending(divided())
     entered.__enter__()
-    _entered.append(entered)
+    _entered.append((module, entered))
 
 
 def _leave(module: nn.Module, inputs: Any, output: Any) -> None:
-    _entered.pop().__exit__(None, None, None)
+    if _entered and _entered[-1][0] is module:  # else the call has failed before it was entered
+        _entered.pop()[1].__exit__(None, None, None)
 
 
 class _Attending(TorchFunctionMode):

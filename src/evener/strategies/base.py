@@ -108,7 +108,7 @@ class Strategy(Recipe, ABC):
         raise ConfigurationError(
             f"strategy {self.label!r} runs forward and backward in an order of its own, so that a loop cannot call "
             "them: take the batches and steps of evener.Engine, which keeps a loop of your own around them, or use "
-            "ddp, sharded, tensor or experts"
+            "ddp, sharded, tensor, context or experts"
         )
 
     def __str__(self) -> str:

@@ -5,11 +5,12 @@ The gradient synchronizer is in :mod:`evener.strategies.synchronizer`.
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -225,6 +226,13 @@ class StoredReplicas(Protocol):
         """
 
 
+class ModelCall(NamedTuple):
+    """The arguments of a call of the model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 class BatchSlicer:
     """Selects the samples, or pieces of samples, that this rank computes. This base class selects everything: it is for
     strategies that do not divide samples."""
@@ -241,6 +249,17 @@ class BatchSlicer:
     def evaluated(self, micro: MicroBatch) -> MicroBatch:
         """Returns this rank's piece of the inputs, with the whole targets."""
         return micro
+
+    def of_loop(self, batch: Any, micro: MicroBatch) -> MicroBatch:
+        """Returns this rank's piece of ``batch``, of which a loop of the user's own knows what is what, as inputs."""
+        return dataclasses.replace(micro, inputs=batch)
+
+    def try_call(self, call: ModelCall, micro: MicroBatch) -> None:
+        """Called with the first call of the model in such a loop. All ranks must call this together.
+
+        Raises:
+            TaskError: If the model does not compute from pieces what it computes from whole samples.
+        """
 
     def whole(self, outputs: Tree, piece: MicroBatch) -> Tree:
         """Returns the outputs for whole samples, joined from the pieces of all ranks. Valid on the rank that reports

@@ -489,8 +489,6 @@ REFUSED = (
     (begun, {"strategy": "pipeline"}, "strategy 'pipeline' runs forward and backward in an order of its own"),
     (begun, {"strategy": "local_sgd"}, "take the batches and steps of evener.Engine"),
     (begun, {"strategy": "asynchronous"}, "runs forward and backward in an order of its own"),
-    (begun, {"strategy": "context"}, "wrong at the edges without a word"),
-    (begun, {"mesh": "context=2"}, "wrong at the edges without a word"),
     (begun, {"strategy": "nothing"}, "no strategy"),
     (begun, {"mesh": "data=3"}, "there are 2 ranks"),
     (

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from evener.core.types import Tree
-from evener.data.batch import MicroBatch
+from evener.data.batch import MicroBatch, map_leaves
 from evener.distributed.mesh import Layout, Mesh
 from evener.errors import ConfigurationError, LossError, TaskError
 from evener.nn import collectives_no_grad as messages
@@ -38,7 +38,7 @@ from evener.strategies.base import Strategy
 from evener.strategies.context.cutting import Cutting, map_named
 from evener.strategies.context.equivalence_check import alike, check_likeness
 from evener.strategies.ddp import summing
-from evener.strategies.interfaces import BatchSlicer, Stepper, StrategySettings
+from evener.strategies.interfaces import BatchSlicer, ModelCall, Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.steppers.plain import Plain
 from evener.strategies.sync_batch_norm import normalize_together
@@ -89,11 +89,7 @@ class ContextParallel(Strategy):
             raise ConfigurationError(f"strategy 'context': trial={self.trial}; it must be 0 or more")
 
     def for_own_loop(self) -> Strategy:
-        raise ConfigurationError(
-            "strategy 'context' gives each rank some positions of every sequence, and a loop that shifts targets or "
-            "numbers positions by itself would be wrong at the edges without a word. evener.Engine tries that with the "
-            "task's model and loss first: take its batches and steps, or use ddp, sharded or tensor"
-        )
+        return self
 
     def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         return Layout({AXIS: world_size})
@@ -156,6 +152,19 @@ class SequencePieces(BatchSlicer):
     def whole(self, outputs: Tree, piece: MicroBatch) -> Tree:
         sequence: DividedSequence = piece.sequence
         return map_named(lambda name, leaf: self._whole(name, leaf, sequence), outputs, "outputs")
+
+    def of_loop(self, batch: Any, micro: MicroBatch) -> MicroBatch:
+        whole = dataclasses.replace(micro, inputs=batch, targets=None)
+        return self._with_inputs(whole, self._sequence(self._cutting.length(whole)))
+
+    def try_call(self, call: ModelCall, micro: MicroBatch) -> None:
+        if self._tried:
+            return
+        self._tried = True
+        sequence: DividedSequence = micro.sequence
+        whole = map_leaves(lambda leaf: _joined(leaf, sequence), call)
+        given = SequencePieces(dataclasses.replace(self._options, cut=None), self._learner, self._group)
+        given._try(dataclasses.replace(micro, inputs=whole, targets=None, sequence=None))
 
     def _sequence(self, length: int) -> DividedSequence:
         options = self._options
@@ -237,6 +246,14 @@ class SequencePieces(BatchSlicer):
                 "or use strategy 'ddp'"
             )
         return leaf
+
+
+def _joined(leaf: Any, sequence: DividedSequence) -> Any:
+    """Returns whole sequences, from the pieces of all ranks, if ``leaf`` is one."""
+    dim = sequence.dim
+    if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.shape[dim] != sequence.size:
+        return leaf
+    return sequence.in_order(messages.gathered(leaf, dim, sequence.sizes, sequence.group), dim)
 
 
 def _has_positions(shapes: list[tuple[int, ...]], dim: int, sizes: list[int]) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from evener.components.sharded_tensor.local import is_divided
 from evener.errors import ConfigurationError
+from evener.nn.attention_dispatch import attending
 from evener.training.prepare.delayed_hooks import OF_WEIGHTS
 from evener.training.prepare.loop_state import LoopState
 
@@ -189,7 +190,7 @@ class Passes:
         for leaf in others:
             leaf.grad = None
         value, tolerance = value_of(roots, given)
-        with self._in_pass():
+        with self._in_pass(), attending(self._place.sequence):
             self._mean.going(run, value, tolerance)
         for leaf, before in others.items():  # computed from root / N
             if leaf.grad is not None:

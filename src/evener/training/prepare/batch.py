@@ -59,8 +59,9 @@ class Batches:
             raise ConfigurationError(_DIFFERENT.format(rank=other[0]))
         current_batch, own = self._current_batch(size, mark, dim)
         step, self.step = self.step, self.step + 1
+        part = place.cut(map_leaves(partial(self._part, own, dim), made), current_batch)
         with place.at(current_batch):
-            yield marked(map_leaves(partial(self._part, own, dim), made), current_batch)
+            yield marked(part, current_batch)
         self.balancer.observe(step, current_batch.batch.shares, place.finish(current_batch))
 
     def _current_batch(self, size: int, mark: float, dim: int) -> tuple[CurrentBatch, slice]:

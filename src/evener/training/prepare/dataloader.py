@@ -196,6 +196,7 @@ class PreparedLoader:
                 break
             current_batch = self._current_batch = shares.drawn.popleft()
             self._handed_out += 1
+            found = place.cut(found, current_batch)
             with place.at(current_batch):
                 yield marked(
                     map_leaves(lambda leaf: move(leaf, place.session.device, True), found), current_batch

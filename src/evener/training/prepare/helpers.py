@@ -21,6 +21,7 @@ from evener.training.prepare import loss as losses
 from evener.training.prepare.gather import gathered
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.loss import OverAll
+from evener.training.prepare.positions import refuse_divided
 from evener.training.prepare.prepare import current, place_or_none
 from evener.training.prepare.rank_checks import check_marks
 
@@ -81,6 +82,8 @@ def gather(tree: T) -> T:
     place = current("evener.gather")
     current_batch = place.current_batch("evener.gather was called", tree)
     expected = len(current_batch.micro.samples)
+    if current_batch.micro.sequence is not None:
+        tree = place.learner.cut.whole(map_leaves(_without_graph, tree), current_batch.micro)
 
     def of_all(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -98,6 +101,10 @@ def gather(tree: T) -> T:
     return found
 
 
+def _without_graph(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
 def draw(function: Callable[..., Tensor], *sizes: int, **options: Any) -> Tensor:
     """Draws random numbers for this rank's samples, as one device would for the batch: ``draw(torch.randn, 100)``.
 
@@ -105,6 +112,7 @@ def draw(function: Callable[..., Tensor], *sizes: int, **options: Any) -> Tensor
     """
     place = current("evener.draw")
     current_batch = place.current_batch("evener.draw was called")
+    refuse_divided("evener.draw draws for whole samples", current_batch)
     with place.random.drawn():
         whole = function(current_batch.batch.size, *sizes, **options)
     own = (
@@ -138,6 +146,10 @@ def global_mean(value: Tensor | Callable[..., Any], *arguments: Any, **named: An
     if not isinstance(value, Tensor):
         return _over_all(value, place)(*arguments, **named)
     count = _count_of(value, *arguments, **named)
+    if count is None:
+        refuse_divided(
+            "evener.global_mean of a mean weighs by samples unless it is given the count", current_batch
+        )
     current_batch.is_counted |= count is None
     mean = losses.global_mean(place, value, current_batch.samples if count is None else count)
     loop_watch().mean(mean)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from evener.components.model_init import share_whole_weights
 from evener.core.config.run_config import RunConfig
-from evener.core.task.task import Task
+from evener.core.task.task import Task, call_model
 from evener.distributed.session import Session
 from evener.strategies.base import set_up
 from evener.strategies.composed import parts_of
@@ -20,6 +20,7 @@ from evener.strategies.sharded.divided_updates import DividedUpdates, UpdateOwne
 from evener.strategies.whole_matrices import check_elementwise
 from evener.training.consistency.startup import agreement
 from evener.training.factory import settings_of, strategy_of
+from evener.training.prepare.positions import call_model_as
 
 
 class LearnerOfLoop:
@@ -36,6 +37,7 @@ class LearnerOfLoop:
         self._objects, self._config = objects, config
         self._strategy = strategy_of(config, world_size).for_own_loop()
         self._settings = settings_of(config, self._strategy, world_size)
+        self._divides_sequences = any(part.axis == "context" for part in parts_of(self._strategy))
         self.divides, self.strategy = self._strategy.divides_model, self._strategy.label
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer, /) -> None:
@@ -59,6 +61,7 @@ class LearnerOfLoop:
         task = Task(
             model=lambda: whole,
             loss=nn.CrossEntropyLoss(),  # not used: the loop has its own
+            forward=call_model_as if self._divides_sequences else call_model,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),  # not used either
             train=_data_of([thing for thing in self._objects if isinstance(thing, DataLoader)]),
         )

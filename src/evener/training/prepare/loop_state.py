@@ -11,9 +11,11 @@ import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from evener.balance.base import Balancer
 from evener.core.config.run_config import RunConfig
@@ -35,6 +37,7 @@ from evener.training.prepare.gradient_mean import MeanOfRanks
 from evener.training.prepare.learner_of_loop import LearnerOfLoop
 from evener.training.prepare.loop_division import LoopDivision
 from evener.training.prepare.model_outputs import Outputs
+from evener.training.prepare.positions import try_first_call
 from evener.training.prepare.rank_checks import (
     WAITS,
     check_calls,
@@ -99,6 +102,9 @@ class LoopState:
         self.batches: Any = None
         """The batches that the loop makes itself, or None."""
         self._current: list[CurrentBatch] = []
+        self._trials: list[RemovableHandle] = []
+        if learner.cut.divides:
+            self._trials.append(try_first_call(learner.model, learner.cut, lambda: self._current[-1:]))
         self._outputs = Outputs(lambda: bool(self._current))
         self._watch_outputs()
         self._measured: CurrentBatch | None = None
@@ -143,6 +149,12 @@ class LoopState:
     def outputs(self) -> list[Tensor]:
         """Outputs of the models since the batch began, if ranks wait for each other in the backward pass."""
         return self._outputs.found
+
+    def cut(self, made: Any, batch: CurrentBatch) -> Any:
+        """Returns this rank's part of what the loop computes with, where a strategy divides samples."""
+        piece = self.learner.cut.of_loop(made, batch.micro)
+        batch.batch.micro_batches[0] = replace(piece, inputs=None)
+        return piece.inputs
 
     def current_batch(self, what: str, of: Any = None) -> CurrentBatch:
         """Returns the current batch.
@@ -364,6 +376,11 @@ class LoopState:
             yield
 
     @property
+    def sequence(self) -> Any:
+        """How the sequences of the current batch are divided over ranks; None if they are not."""
+        return self._current[-1].micro.sequence if self._current else None
+
+    @property
     def rows(self) -> set[int]:
         """Numbers of rows that this rank has of the current batches."""
         return {len(batch.micro.samples) for batch in self._current}
@@ -377,5 +394,7 @@ class LoopState:
                 self.leave(batch)
             self.mean.close()
             self.division.close()
+            while self._trials:
+                self._trials.pop().remove()
             for learner in reversed(self._learners):
                 learner.close()

@@ -23,6 +23,7 @@ from evener.training.prepare.gather import gathered
 from evener.training.prepare.global_loss import AllRanks, Parted, agreed, joined, over_of_all
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.loss_kind import LossKind, rows_in, way_of
+from evener.training.prepare.positions import check_positions, refuse_divided
 from evener.training.prepare.rank_checks import check_marks
 from evener.training.prepare.sample_tensor import WITH_REDUCTION, NotSums, Own, leaves_of, own_of, plain_of
 from evener.training.step.step import not_finite
@@ -54,6 +55,7 @@ class OverAll:
             ConfigurationError: Outside of a prepared loader's batch.
         """
         current_batch = self._place.current_batch("the loss was called", (args, kwargs))
+        check_positions((args, kwargs), current_batch)
         if self._exact is not None and len(args) == 2 and not kwargs and not self._is_by_samples():
             return self._of_known(self._exact, *args)
         if self._exact is not None and not self._is_trusted:
@@ -127,6 +129,7 @@ class OverAll:
     def _of_rows(self, args: Any, kwargs: Any) -> Any:
         """Computes the function on each rank from the rows of all ranks."""
         place, current_batch, rows = self._place, self._place.current_batch(""), rows_in((args, kwargs))
+        refuse_divided(f"{_name(self.function)} is no sum or mean over positions", current_batch)
         shares = self._rows_of_ranks((args, kwargs), rows)
 
         def whole(leaf: Any) -> Any:
