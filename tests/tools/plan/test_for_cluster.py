@@ -59,6 +59,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> TrainingPlan:
     return plan_for_cluster(lambda: task, cluster(tmp_path_factory, machines("RTX 3090", cards=4)))
 
 
+@pytest.mark.slow
 def test_what_is_too_large_for_a_card_is_divided(large: TrainingPlan) -> None:
     best = large.best
     assert best is not None
@@ -70,12 +71,14 @@ def test_what_is_too_large_for_a_card_is_divided(large: TrainingPlan) -> None:
     assert plain.limit < 24 * GIB  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_the_plan_says_by_how_much_something_does_not_fit(large: TrainingPlan) -> None:
     lines = plan_text(large).splitlines()
     plain = next(line for line in lines if line.startswith("does not fit: ddp --processes 4"))
     assert "GiB more than there is" in plain
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_not_tried_on_fewer_cards(large: TrainingPlan) -> None:
     for words in ("ddp --processes 2", "ddp --processes 3", "single --processes 1"):
         assert "more than there is, as on more ranks" in large.refused[words]
@@ -91,6 +94,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> TrainingPlan:
     )
 
 
+@pytest.mark.slow
 def test_activations_that_do_not_fit_lead_to_less_memory(long: TrainingPlan) -> None:
     plain = way(long, "ddp", 2, micro_batch=None, recompute=None)
     assert not plain.fits
@@ -103,6 +107,7 @@ def test_activations_that_do_not_fit_lead_to_less_memory(long: TrainingPlan) -> 
     assert long.best == pieces
 
 
+@pytest.mark.slow
 def test_unequal_cards_own_parts_by_their_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
     """1.2 billion weights take 4.8 GB on each card, as do gradients; the moments of AdamW, 9.6 GB, are divided."""
     task = classes_task(lambda: wide(20_000, 3), 20_000, 16, adam)
