@@ -47,7 +47,7 @@ from evener.distributed.watchdog.watchdog import BACKSTOP_SECONDS, TIMEOUT_SECON
 from evener.errors import ConfigurationError, RankTimeoutError
 from evener.hardware.accelerators import count, has_float64
 from evener.hardware.gpu_tenants import uuid_of
-from evener.hardware.malloc import freed_memory_kept
+from evener.hardware.memory.malloc import freed_memory_kept
 from evener.torch_internals.elastic import numbers
 from evener.torch_internals.process_groups import default_store
 from evener.version import evener_version

@@ -9,6 +9,7 @@ import torch
 
 from evener.hardware import accelerators
 from evener.hardware.cgroups import memory_limit
+from evener.hardware.memory.malloc import kept_nbytes
 
 
 def memory_nbytes(device: torch.device, ranks: int) -> int:
@@ -23,7 +24,8 @@ def memory_nbytes(device: torch.device, ranks: int) -> int:
 def free_nbytes(device: torch.device, ranks: int, limit: int | None) -> float:
     """Returns the bytes that a rank may still allocate, if each of ``ranks`` on the host allocates as much.
 
-    For a GPU: what the driver reports as free, plus what PyTorch's allocator has cached.
+    What the driver or the host reports as free, plus what PyTorch's allocator for a GPU has cached, or the C library
+    keeps for this process.
 
     Args:
         limit: Memory limit of the container in bytes; None if there is none. The caller reads it once, as it rarely
@@ -32,8 +34,8 @@ def free_nbytes(device: torch.device, ranks: int, limit: int | None) -> float:
     own = _own_memory(device)
     if own is not None:
         return own[0] + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-    resident = psutil.Process().memory_info().rss
-    return free_of_host(psutil.virtual_memory().available, resident, limit, ranks)
+    resident, kept = psutil.Process().memory_info().rss, kept_nbytes()
+    return kept + free_of_host(psutil.virtual_memory().available, resident, limit, ranks)
 
 
 def free_of_host(available: int, resident: int, limit: int | None, ranks: int) -> float:

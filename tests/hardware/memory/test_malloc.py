@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from evener.hardware.malloc import freed_memory_kept
+from evener.hardware.memory.malloc import freed_memory_kept, kept_nbytes
 from tests.distributed.processes import call
 
 MB = 2**20
@@ -50,6 +50,21 @@ def test_blocks_of_a_step_are_mapped_once() -> None:
     assert without > 100_000  # 20 times 40 MB in pages of 4 KB
     assert within < 1_000
     assert returned > 30 * MB
+
+
+def _kept() -> tuple[int, int]:
+    """Returns the freed memory that is known to be held while a tensor lives, and after it."""
+    with freed_memory_kept():
+        tensor = torch.ones(50 * MB)
+        while_it_lives = kept_nbytes()
+        del tensor
+        return while_it_lives, kept_nbytes()
+
+
+@glibc
+def test_what_is_kept_is_known() -> None:
+    before, after = call(_kept)
+    assert after - before == pytest.approx(200 * MB, rel=0.1)
 
 
 @glibc
