@@ -81,6 +81,7 @@ def looking_at_gradients(is_prepared: bool) -> Weights:
                 float(g.abs().max()),
                 g.mean().item(),
             ]
+            told.append(float(g.sum() / g.numel()))
             told += [float(g.isnan().any()), float((g > -9).all()), float(g.pow(2).sum()), float(g.min())]
             g.mul_(0.5).add_(0.01)
             p.grad = g * 2 - 0.02
@@ -459,6 +460,28 @@ def an_old_optimizer(_: bool) -> None:
         optimizer.step()
 
 
+def muon_made_later(_: bool) -> None:
+    loop = loop_of(True)
+    optimizer = torch.optim.Muon([p for p in loop.model.parameters() if p.ndim == 2], lr=0.1)
+    for x, y in loop.loader:
+        loop.backward(x, y)
+        optimizer.step()
+
+
+def lbfgs_made_later(_: bool) -> None:
+    loop = loop_of(True)
+    optimizer = torch.optim.LBFGS(loop.model.parameters())
+    for x, y in loop.loader:
+        optimizer.step(lambda x=x, y=y: loop.backward(x, y))
+
+
+def a_saved_gradient(_: bool) -> None:
+    loop = loop_of(True)
+    for x, y in loop.loader:
+        loop.backward(x, y)
+        torch.save([p.grad for p in loop.model.parameters()], "/dev/null")
+
+
 def a_closure(_: bool) -> None:
     loop = loop_of(True)
     for x, y in loop.loader:
@@ -515,7 +538,11 @@ REFUSED = (
     (with_a_hook, ZERO3, "5.weight has a hook on its gradient, of which each rank has a part"),
     (an_old_optimizer, ZERO3, "an optimizer has parameters from before evener.prepare"),
     (an_old_optimizer, TENSOR, "an optimizer has parameters from before evener.prepare"),
-    (a_closure, ZERO1, "calls a closure has only this rank's rows"),
+    (a_closure, ZERO1, "calls a closure has only this rank's parts"),
+    (a_closure, TENSOR, "calls a closure has only this rank's parts"),
+    *((muon_made_later, each, "Muon may look at a weight as a whole") for each in (ZERO1, ZERO3, TENSOR)),
+    *((lbfgs_made_later, each, "LBFGS may look at a weight as a whole") for each in (ZERO1, ZERO3, TENSOR)),
+    (a_saved_gradient, TENSOR, "would see this rank's part of it alone"),
     (sorted_gradients, TENSOR, "was given to flatten, which would see this rank's part of it alone"),
     (saved_by_one, TENSOR, r"rank 0 in state_dict\(\), rank 1 in the end of a batch"),
     (pickled, TENSOR, "cannot be pickled"),

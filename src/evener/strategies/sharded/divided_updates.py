@@ -159,9 +159,9 @@ def _rename(optimizer: torch.optim.Optimizer, names: Mapping[Any, Any]) -> None:
 
 
 def check_closure(closure: object) -> None:
-    """Raises ConfigurationError if an optimizer is to call a function in its step: its parameters are rows then."""
+    """Raises ConfigurationError if an optimizer is to call a function in its step, while it has this rank's parts."""
     if closure is not None:
         raise ConfigurationError(
-            "an optimizer that calls a closure has only this rank's rows while it does, with strategy 'sharded' and "
-            "zero=1: call backward before step(), or use strategy 'ddp'"
+            "an optimizer that calls a closure has only this rank's parts of weights or gradients while it does: call "
+            "backward before step(), or use strategy 'ddp'"
         )

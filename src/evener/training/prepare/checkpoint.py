@@ -31,6 +31,7 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
         CheckpointError: If the file could not be written; on all ranks.
     """
     place = current("evener.save")
+    _watch_optimizers(objects, place)
     states = {name: thing.state_dict() for name, thing in objects.items() if hasattr(thing, "state_dict")}
     values = {name: thing for name, thing in objects.items() if name not in states}
     message = place.session.control.broadcast_object(
@@ -56,6 +57,7 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
     if message:
         raise DataError(message)
     states, values = found["states"], found["values"]
+    _watch_optimizers(objects, place)
     for name in objects:
         if name not in states:
             listed = printable(few([*states, *values]))
@@ -71,6 +73,13 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
     if found.get("batches") is not None:
         batches_of(place).load_state_dict(found["batches"])
     return dict(values)
+
+
+def _watch_optimizers(objects: dict[str, Any], place: LoopState) -> None:
+    """Makes states whole or cuts them also of optimizers that the loop has not given to prepare."""
+    for thing in objects.values():
+        if isinstance(thing, torch.optim.Optimizer):
+            place.division.watch(thing)
 
 
 def _written(path: Path, states: dict[str, Any], values: dict[str, Any], place: LoopState) -> str:

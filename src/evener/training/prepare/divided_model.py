@@ -75,14 +75,17 @@ class DividedOptimizers:
         self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
 
+    def is_new(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns True if the optimizer is not watched yet."""
+        return optimizer not in self._watched
+
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes the optimizer's state whole where it is saved, and cuts it where it is loaded."""
-        if optimizer not in self._watched:
-            self._watched.add(optimizer)
-            self._handles += [
-                optimizer.register_state_dict_post_hook(_SavedOptimizer(self)),
-                optimizer.register_load_state_dict_pre_hook(_LoadedOptimizer(self)),
-            ]
+        self._watched.add(optimizer)
+        self._handles += [
+            optimizer.register_state_dict_post_hook(_SavedOptimizer(self)),
+            optimizer.register_load_state_dict_pre_hook(_LoadedOptimizer(self)),
+        ]
 
     def close(self) -> None:
         """Removes the hooks."""

@@ -30,11 +30,8 @@ _SEES = frozenset(
             "__repr__",
             "__format__",
             "__hash__",
-            "__reduce_ex__",
             "size",
             "dim",
-            "numel",
-            "nelement",
         ),
         *(
             "ndimension",
@@ -45,7 +42,7 @@ _SEES = frozenset(
             "data_ptr",
             "get_device",
         ),
-        *("untyped_storage", "is_floating_point", "is_complex", "type", "is_set_to", "requires_grad_"),
+        *("untyped_storage", "is_floating_point", "is_complex", "is_set_to", "requires_grad_"),
         *("register_hook", "is_pinned", "is_shared"),
     )
 )
@@ -97,7 +94,6 @@ _ELEMENTWISE = frozenset(
             "nan_to_num",
             "ne",
             "neg",
-            "normal_",
             "pow",
             "reciprocal",
             "rsqrt",
@@ -108,7 +104,7 @@ _ELEMENTWISE = frozenset(
             "square",
         ),
         *("sub", "subtract", "to", "true_divide", "where", "zero_", "zeros_like", "ones_like", "empty_like"),
-        *("full_like", "rand_like", "randn_like", "__add__", "__sub__", "__mul__", "__truediv__", "__pow__"),
+        *("full_like", "type", "__add__", "__sub__", "__mul__", "__truediv__", "__pow__"),
         *("__neg__", "__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__iadd__", "__isub__", "__imul__"),
         *(
             "__itruediv__",
@@ -128,8 +124,8 @@ _SCALED = "_amp_foreach_non_finite_check_and_unscale_"
 
 _ALONE = (
     "the gradient of a weight that is divided over the ranks was given to {name}, which would see this rank's part of "
-    "it alone: norms, sums, extremes and what changes each element are those of the whole, and so are "
-    "torch.nn.utils.clip_grad_norm_ and get_total_norm"
+    "it alone: norms, sums, extremes and what changes each element are those of the whole, and so is "
+    "torch.nn.utils.clip_grad_norm_"
 )
 
 
@@ -153,6 +149,8 @@ class GradientPart(Tensor):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         part = _first((args, kwargs))
         plain_args, plain_kwargs = plain_of(args), plain_of(kwargs)
+        if name in ("numel", "nelement"):
+            return part.count  # a mean that a loop takes itself is that of the whole
         if name in _SEES:
             return func(*plain_args, **plain_kwargs)
         if name in ("__get__", "__set__", "__delete__") or _in_place(name) in _ELEMENTWISE:

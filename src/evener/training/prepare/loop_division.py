@@ -33,6 +33,7 @@ class LoopDivision:
         self._owners: UpdateOwners | None = None
         self._optimizers: DividedOptimizers | None = None
         self._numbers: NumbersOfParts | None = None
+        self._check: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
 
     @property
     def of_model(self) -> bool:
@@ -45,7 +46,7 @@ class LoopDivision:
         if make.divides:
             check_undivided(models, make.strategy)
             before = named_tensors(models[0])
-        learner = make(models, session)
+        learner, self._check = make(models, session), make.check_optimizer
         earlier, self._owners = self._owners, make.owners(learner, self._owners)
         if earlier is not None:
             earlier.close()
@@ -69,20 +70,35 @@ class LoopDivision:
         """Gives a prepared optimizer the parts of the model in the places of what it had."""
         if self._model is not None:
             self._model.give_parts(optimizer)
-        if self._optimizers is not None:
+        self.watch(optimizer)
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes the state of an optimizer whole where it is saved, once it is known to go with the strategy.
+
+        Raises:
+            ConfigurationError: If it does not.
+        """
+        if self._optimizers is not None and self._optimizers.is_new(optimizer):
+            self._check(optimizer)
             self._optimizers.watch(optimizer)
 
-    def check_step(self, parameters: Sequence[Tensor], closure: Any) -> None:
-        """Raises ConfigurationError for an optimizer that cannot step: it has old parameters, or calls a closure."""
+    def check_step(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], closure: Any
+    ) -> None:
+        """Called before any optimizer steps that has ``parameters`` of the model.
+
+        Raises:
+            ConfigurationError: If it cannot: it has old parameters, does not go with the strategy, or calls a closure.
+        """
         if self._model is not None:
-            self._model.check_current(parameters)
-        if self._owners is not None:
+            self._model.check_current([p for group in optimizer.param_groups for p in group["params"]])
+        if parameters:
+            self.watch(optimizer)
+        if parameters and self._optimizers is not None:
             check_closure(closure)
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before an optimizer of the model steps."""
-        if self._optimizers is not None:
-            self._optimizers.watch(optimizer)
         if self._owners is not None:
             self._owners.begin(optimizer)
 

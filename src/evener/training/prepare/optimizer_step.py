@@ -43,10 +43,10 @@ class WatchedOptimizers:
         if self._place.is_over:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._place.division.check_step(parameters, closure)
+        own = [p for p in parameters if self._place.mean.owns(p)]
+        self._place.division.check_step(optimizer, own, closure)
         if closure is not None:
             return
-        own = [p for p in parameters if self._place.mean.owns(p)]
         self._place.mean.shown.hide()
         if own and self._place.is_in_pass:
             raise ConfigurationError(
