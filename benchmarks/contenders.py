@@ -8,7 +8,7 @@ logging.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -111,12 +111,16 @@ def fabric(work: Work, session: Session) -> Iterator[None]:
             yield
 
 
-def ours(**settings: Any) -> Contender:
-    """Evener with these settings."""
+def ours(parts: Mapping[str, Any] | None = None, **settings: Any) -> Contender:
+    """Evener with these settings, and further parts of the task."""
 
     def contender(work: Work, session: Session) -> Iterator[None]:
         task = evener.Task(
-            model=work.model, loss=nn.CrossEntropyLoss(), optimizer=work.optimizer, train=work.data
+            model=work.model,
+            loss=nn.CrossEntropyLoss(),
+            optimizer=work.optimizer,
+            train=work.data,
+            **(parts or {}),
         )
         config = RunConfig(batch_size=work.batch_size, epochs=10**6, **settings)
         engine = evener.Engine(task, config, session=session)

@@ -11,17 +11,14 @@ shares by speed. Ratios below 1 are faster than shares by samples.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import evener
-from benchmarks.contenders import Contender, Work
+from benchmarks.contenders import Work, ours
 from benchmarks.drawn import randint
 from benchmarks.interleaved import Timing, machine, table, take_turns
-from evener.core.config.run_config import RunConfig
 from evener.distributed.session import Session
 
 SAMPLES, VOCABULARY, WIDTH = 2048, 256, 96
@@ -53,29 +50,11 @@ def model() -> nn.Module:
     )
 
 
-def divided(by_cost: bool, **settings: Any) -> Contender:
-    """Evener with these settings."""
-
-    def contender(work: Work, session: Session) -> Iterator[None]:
-        task = evener.Task(
-            model=work.model,
-            loss=nn.CrossEntropyLoss(),
-            optimizer=work.optimizer,
-            train=work.data,
-            collate=joined,
-            cost=[len(text) for text in work.data] if by_cost else None,  # type: ignore[attr-defined]
-        )
-        config = RunConfig(batch_size=work.batch_size, epochs=10**6, **settings)
-        engine = evener.Engine(task, config, session=session)
-        for batch in engine.batches():
-            engine.step(batch)
-            yield
-
-    return contender
-
-
 def compare(turns: int, steps: int, batch_size: int) -> dict[str, dict[str, Timing]]:
-    work = Work("texts", model, texts(), batch_size)  # type: ignore[arg-type]
+    data = texts()
+    work = Work("texts", model, data, batch_size)  # type: ignore[arg-type]
+    by_samples = {"collate": joined}
+    by_cost = {**by_samples, "cost": [len(text) for text in data]}
     kinds = {
         "two equal ranks, equal shares": {"balance": "equal"},
         "two ranks, one at half its speed, shares by speed": {"balance": "auto", "throttle": "1,0.5"},
@@ -84,8 +63,8 @@ def compare(turns: int, steps: int, batch_size: int) -> dict[str, dict[str, Timi
         return {
             name: take_turns(
                 {
-                    "by samples": divided(by_cost=False, **settings),
-                    "by cost": divided(by_cost=True, **settings),
+                    "by samples": ours(by_samples, **settings),
+                    "by cost": ours(by_cost, **settings),
                 },
                 work,
                 session,

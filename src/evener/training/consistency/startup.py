@@ -32,8 +32,8 @@ from evener.training.consistency.task_description import described
 Facts = Mapping[str, Any]
 """Description of what a rank is about to train, with names that error messages can use."""
 
-OWN_SETTINGS = {
-    *(
+OWN_SETTINGS = frozenset(
+    (
         "run_dir",
         "resume",
         "weights",
@@ -44,7 +44,7 @@ OWN_SETTINGS = {
         "offload_to",
         "notice_command",
     )
-}
+)
 """Settings that may differ between machines."""
 
 

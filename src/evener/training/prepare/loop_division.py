@@ -36,7 +36,7 @@ class LoopDivision:
         self._check: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
 
     @property
-    def of_model(self) -> bool:
+    def divides_model(self) -> bool:
         """True if ranks hold parts of the model."""
         return self._model is not None
 
@@ -60,7 +60,7 @@ class LoopDivision:
 
     def check_may_change(self, strategy: str) -> None:
         """Raises ConfigurationError if layers or models are to be added to a divided model."""
-        if self.of_model:
+        if self.divides_model:
             raise ConfigurationError(
                 f"strategy {strategy!r} has divided the model, and a later layer or model cannot be divided "
                 "with it: put all layers in before evener.prepare, give it all models in one module, or use 'ddp'"

@@ -293,7 +293,7 @@ class LoopState:
         found: list[nn.Module | nn.Parameter] = []
         for model in models:
             found += model.modules()
-            found += () if self.division.of_model else model.parameters()
+            found += () if self.division.divides_model else model.parameters()
         return found
 
     def _weights_now(self) -> int:
