@@ -30,7 +30,7 @@ from evener.strategies.ddp import Ddp
 from evener.strategies.interfaces import StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.sharded.owned_weight import AXIS
-from evener.strategies.sharded.ownership import rows_of_owners
+from evener.strategies.sharded.ownership import dim_of_rows, rows_of_owners
 from evener.strategies.whole_matrices import check_elementwise
 
 
@@ -72,9 +72,10 @@ class UpdateOwners:
         sparse = gradients.sparse_weights(learner.model)
         trained = [p for p in learner.model.parameters() if p.ndim and p.numel() and p not in sparse]
         known: Mapping[Tensor, ShardSpec] = {} if earlier is None else earlier._specs
-        new = rows_of_owners([p for p in trained if p not in known], parts)
+        dims: dict[Tensor, int] = {p: dim_of_rows(p) for p in trained if p not in known}
+        new = rows_of_owners(dims, parts)
         self._specs: dict[Tensor, ShardSpec] = {p: known[p] for p in trained if p in known} | {
-            parameter: ShardSpec(AXIS, dim, rows, self._index) for parameter, (dim, rows) in new.items()
+            parameter: ShardSpec(AXIS, dims[parameter], rows, self._index) for parameter, rows in new.items()
         }
         self._pieces: dict[Tensor, nn.Parameter] = {}
         """The rows that an optimizer has at the moment."""

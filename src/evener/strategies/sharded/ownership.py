@@ -14,23 +14,25 @@ one of the shortest rows, however few rows the first parameters have.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 from torch import Tensor
 
+T = TypeVar("T", bound=Tensor)
 
-def rows_of_owners(
-    parameters: Iterable[Tensor], parts: Sequence[float]
-) -> dict[Tensor, tuple[int, tuple[range, ...]]]:
-    """Returns for each dense parameter the dimension along which it is cut, and the rows that each rank owns there.
 
-    It is the first dimension with more than one row, so that a piece is contiguous.
-    """
-    dims = {p: next((dim for dim, size in enumerate(p.shape) if size > 1), 0) for p in parameters}
+def dim_of_rows(parameter: Tensor) -> int:
+    """Returns the dimension along which a dense parameter is cut: the first with more than one row, so that a piece is
+    contiguous."""
+    return next((dim for dim, size in enumerate(parameter.shape) if size > 1), 0)
+
+
+def rows_of_owners(dims: Mapping[T, int], parts: Sequence[float]) -> dict[T, tuple[range, ...]]:
+    """Returns the rows that each rank owns of each parameter, given the dimension along which that is cut."""
     tables = [(p.shape[dim], p.nbytes // max(1, p.shape[dim])) for p, dim in dims.items()]
-    rows = divide_rows(tables, parts)
-    return {p: (dim, owned) for (p, dim), owned in zip(dims.items(), rows, strict=True)}
+    return dict(zip(dims, divide_rows(tables, parts), strict=True))
 
 
 def divide_rows(tables: Sequence[tuple[int, int]], parts: Sequence[float]) -> list[tuple[range, ...]]:

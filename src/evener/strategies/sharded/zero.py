@@ -37,7 +37,7 @@ from evener.strategies.ddp import summing
 from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.sharded.owned_weight import AXIS
-from evener.strategies.sharded.ownership import divide_rows, one_owner
+from evener.strategies.sharded.ownership import dim_of_rows, one_owner, rows_of_owners
 from evener.strategies.sharded.zero_reduce import ZeroSum
 from evener.strategies.steppers.plain import Plain
 from evener.strategies.sync_batch_norm import normalize_together
@@ -140,18 +140,15 @@ def _cut(model: nn.Module, parts: Sequence[float], index: int, owners: Mapping[n
     """Replaces every trained weight of the model by this rank's piece of it: some rows, or all for an owner of the
     whole."""
     sparse = gradients.sparse_weights(model)
-    cut = {parameter: _dim(parameter, parameter in sparse) for parameter in _divisible(model)}
+    cut = {p: 0 if p in sparse or not p.numel() else dim_of_rows(p) for p in _divisible(model)}
     pieces: dict[nn.Parameter, nn.Parameter] = {}
     for parameter, owner in owners.items():
         rows = one_owner(parameter.shape[cut[parameter]], owner, len(parts))
         pieces[parameter] = _piece(parameter, cut[parameter], rows, index)
     # Weights divided over the same other axes are cut together, so that all ranks of those axes cut them alike.
     for alike in by_axes(parameter for parameter in cut if parameter not in owners).values():
-        tables = [
-            (parameter.shape[cut[parameter]], _nbytes_of_row(parameter, cut[parameter]))
-            for parameter in alike
-        ]
-        for parameter, rows in zip(alike, divide_rows(tables, parts), strict=True):
+        of_rows = rows_of_owners({parameter: cut[parameter] for parameter in alike}, parts)
+        for parameter, rows in of_rows.items():
             pieces[parameter] = _piece(parameter, cut[parameter], rows, index)
     for module in model.modules():
         held = own_parameters(module)
@@ -166,17 +163,6 @@ def _divisible(model: nn.Module) -> Iterator[nn.Parameter]:
     weight."""
     found = (p for p in model.parameters() if p.requires_grad and p.ndim)
     return (p for p in found if p.numel() or shard_spec(p) is not None)
-
-
-def _dim(parameter: nn.Parameter, sparse: bool) -> int:
-    """Returns the first dimension with more than one row, so that a piece is contiguous; 0 if sparse or empty."""
-    if sparse or not parameter.numel():
-        return 0
-    return next((dim for dim, size in enumerate(parameter.shape) if size > 1), 0)
-
-
-def _nbytes_of_row(parameter: nn.Parameter, dim: int) -> int:
-    return parameter.nbytes // max(1, parameter.shape[dim])
 
 
 def _piece(parameter: nn.Parameter, dim: int, rows: tuple[range, ...], index: int) -> nn.Parameter:

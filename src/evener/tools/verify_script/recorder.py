@@ -37,8 +37,8 @@ from evener.tools.verify.perturbation import disturb
 from evener.tools.verify.trajectory import RandomSketch, Sketches, as_real
 from evener.tools.verify_script.events import Event, Record, ScriptLines, What
 from evener.tools.verify_script.heard_loss import HeardLoss
-from evener.training.prepare.gradient_part import plain_of
 from evener.training.prepare.prepare import place_or_none
+from evener.training.prepare.sample_tensor import plain_of
 
 _OF_ONE_DEVICE: dict[str, Any] = {"balance": "equal"}
 _OF_RANKS = (

@@ -19,6 +19,7 @@ from evener.components.sharded_tensor.shard_spec import ShardSpec
 from evener.data.batch import map_leaves
 from evener.distributed.mesh import Mesh
 from evener.errors import ConfigurationError
+from evener.training.prepare.sample_tensor import plain_of
 
 Meet = Callable[[str], Any]
 NUMBER = "a number of a divided tensor"
@@ -212,20 +213,13 @@ def part_of(plain: Tensor, axes: tuple[str, ...], count: int, mesh: Mesh, meet: 
     group = mesh.group(*axes)
     if group is None:
         return plain
+    return _made(plain, group, count, meet)
+
+
+def _made(plain: Tensor, group: dist.ProcessGroup, count: int, meet: Meet) -> GradientPart:
     made = plain.as_subclass(GradientPart)
     made.plain, made.group, made.count, made.meet = plain, group, count, meet
     return made
-
-
-def plain_of(tree: Any) -> Any:
-    """Returns ``tree`` with plain tensors in the places of parts."""
-    if isinstance(tree, GradientPart):
-        return tree.plain
-    if isinstance(tree, tuple | list):
-        return type(tree)(map(plain_of, tree))
-    if isinstance(tree, dict):
-        return {key: plain_of(value) for key, value in tree.items()}
-    return tree
 
 
 def _in_place(name: str) -> str:
@@ -248,9 +242,7 @@ def _alike(leaf: Any, part: GradientPart, args: Any) -> Any:
         raise ConfigurationError(_ALONE.format(name="something that gives it another shape"))
     if leaf is part.plain and args and args[0] is part:
         return part
-    made = leaf.as_subclass(GradientPart)
-    made.plain, made.group, made.count, made.meet = leaf, part.group, part.count, part.meet
-    return made
+    return _made(leaf, part.group, part.count, part.meet)
 
 
 class ShownParts:

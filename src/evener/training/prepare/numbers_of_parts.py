@@ -24,7 +24,8 @@ from evener.hardware.timers import waiting
 from evener.strategies.learner import Learner
 from evener.torch_internals.clip_grad import TotalNorm, replace_total_norm
 from evener.training.prepare.divided_model import Meeting
-from evener.training.prepare.gradient_part import NUMBER, plain_of
+from evener.training.prepare.gradient_part import NUMBER
+from evener.training.prepare.sample_tensor import plain_of
 
 Axes = tuple[str, ...]
 _READS: dict[str, Callable[[Any], Any]] = {
