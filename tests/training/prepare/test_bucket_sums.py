@@ -16,7 +16,7 @@ from evener.errors import EvenerError
 from evener.training.prepare import bucket_sums
 from evener.training.prepare import prepare as preparing
 from tests.training.prepare import test_prepare, test_silent_errors, test_strategies
-from tests.training.prepare.running import Loop, Weights, prepared
+from tests.training.prepare.running import Loop, Weights, prepared, with_settings
 
 SETTINGS: dict[str, Any] = {"allreduce": "native", "bucket_mb": 1e-4, "balance": "3,1"}
 LOOPS = (
@@ -128,16 +128,28 @@ def test_gradients_that_come_twice_are_refused_and_not_lost(ranks: Any) -> None:
         assert "say use_reentrant=False" in said
 
 
-def used_of(_: bool) -> list[bool]:
-    """Whether sums begin in backward: for a small model, a large one, and two."""
-    found = []
-    for sizes in ([10], [600], [600, 600]):
-        evener.prepare(*[nn.Linear(size, size) for size in sizes])
-        found.append(preparing.current("").mean._buckets is not None)
-    return found
+def used_of(sizes: list[int]) -> bool:
+    """Whether sums begin in backward of models of these sizes."""
+    evener.prepare(*[nn.Linear(size, size) for size in sizes])
+    return preparing.current("").mean._buckets is not None
 
 
-def test_small_models_and_several_are_summed_after_backward(ranks: Any) -> None:
-    assert ranks(2).run(prepared, used_of, allreduce="native") == [[False, True, False]] * 2
-    assert ranks(2).run(prepared, used_of, allreduce="shared-memory") == [[False] * 3] * 2
-    assert ranks(2).run(prepared, used_of, allreduce="native", compress="int8") == [[False] * 3] * 2
+def used_with(sizes: list[int], **settings: Any) -> bool:
+    with with_settings(**settings):
+        return used_of(sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings", "expected"),
+    [
+        ([600], {}, True),
+        ([10], {}, False),
+        ([600, 600], {}, False),
+        ([600], {"allreduce": "shared-memory"}, False),
+        ([600], {"compress": "int8"}, False),
+    ],
+)
+def test_small_models_and_several_are_summed_after_backward(
+    ranks: Any, sizes: list[int], settings: dict[str, str], expected: bool
+) -> None:
+    assert ranks(2).run(used_with, sizes, **({"allreduce": "native"} | settings)) == [expected] * 2
