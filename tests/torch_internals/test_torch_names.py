@@ -115,12 +115,16 @@ def test_a_step_without_hooks_is_the_same() -> None:
         optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
         optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
         optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        of_all = torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: calls.append("of all"))
         torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
         weight.grad = torch.ones(2)
-        names.without_hooks(optimizer).step()
+        names.step_without_hooks(optimizer)
         assert weight.tolist() == [0.5, 0.5]
         assert weight in optimizer.state
         assert not calls
+        optimizer.step()
+        of_all.remove()
+        assert calls == ["of all", "before", "after"]
 
 
 def test_state_in_codes_is_known() -> None:

@@ -8,6 +8,7 @@ tell each other their speed and memory, by which owners are chosen.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -40,16 +41,32 @@ def ownership_terms(task: Task, model: nn.Module, learner: Learner) -> Ownership
         ConfigurationError: If an update depends on several weights at once, or on random numbers.
     """
     optimizer = _tried(task, model)
-    found = [] if optimizer is None else updated_whole(optimizer)
-    if optimizer is None or not found:
+    if optimizer is None:
+        return OwnershipTerms()
+    names: dict[Tensor, str] = {each: clean_name(name) for name, each in model.named_parameters()}
+    return terms_for(optimizer, names, learner)
+
+
+def terms_for(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], learner: Learner
+) -> OwnershipTerms:
+    """Returns which weights the optimizer updates as wholes, and what the ranks can do. All ranks must call this
+    together.
+
+    Args:
+        names: The names of the model's parameters.
+
+    Raises:
+        ConfigurationError: As :func:`ownership_terms`.
+    """
+    found = updated_whole(optimizer)
+    if not found:
         return OwnershipTerms()
     if active_fake_mode() is None and looks_across(optimizer):
         raise ConfigurationError(
             f"{type(optimizer).__name__} looks at several weights at once, or draws random numbers, and each rank of "
             f"strategy {learner.name!r} would update some of the weights: use strategy 'ddp', whose ranks update all"
         )
-    names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
-    held: dict[Tensor, str] = dict(names.items())
     rows = learner.session.control.gather_objects((_place(learner), _memory(learner)))
     places = [place for place, _ in rows]
     speeds = [1.0] * len(rows)
@@ -57,7 +74,7 @@ def ownership_terms(task: Task, model: nn.Module, learner: Learner) -> Ownership
         speeds = _rounded(learner.session.control.gather_objects(_speed(learner)))
     if learner.settings.throttle is not None:
         speeds = [speed * learner.settings.throttle.factor(0, rank) for rank, speed in enumerate(speeds)]
-    named = frozenset(held[parameter] for parameter in found if parameter in held)
+    named = frozenset(names[parameter] for parameter in found if parameter in names)
     return OwnershipTerms(named, tuple(speeds), tuple(memory for _, memory in rows))
 
 
@@ -125,17 +142,6 @@ def check_pieces(optimizer: torch.optim.Optimizer, strategy: str) -> None:
                 "holds a slice. Let Task.optimizer build it, also for a model on the meta device; or, if it treats "
                 f"each element alone, as SGD and AdamW do, give it an attribute {SAYS_ELEMENTWISE} = True"
             )
-
-
-def check_elementwise(optimizer: torch.optim.Optimizer, strategy: str) -> None:
-    """Raises ConfigurationError for an optimizer that a loop of the user's own has built, and that may look at whole
-    weights, which ``strategy`` divides."""
-    if updated_whole(optimizer):
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} may look at a weight as a whole, but each rank of strategy {strategy!r} "
-            "holds a slice. Use strategy 'ddp', or let Evener build it from a task (evener.fit, evener.Engine). If "
-            f"it treats each element alone, as SGD and AdamW do, give it an attribute {SAYS_ELEMENTWISE} = True"
-        )
 
 
 def _check(learner: Learner, updates: WholeUpdates) -> None:

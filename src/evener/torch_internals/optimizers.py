@@ -3,6 +3,8 @@
 - ``Optimizer._optimizer_step_pre_hooks`` and ``..._post_hooks`` show if hooks were registered; there is no public way
   to ask. Code that updates in place of the optimizer's ``step`` would silently skip them. A step in several parts must
   call them once.
+- ``_global_optimizer_pre_hooks`` and ``..._post_hooks`` of ``torch.optim.optimizer`` are those of all optimizers. There
+  is no public way to step without them.
 - ``torch._foreach_norm`` computes the largest absolute value of each of many tensors in one call.
   ``torch.linalg.vector_norm`` takes one tensor, and launching it on a GPU takes the host as long as launching the norms
   of a hundred tensors together. ``torch.nn.utils.get_total_norm`` launches them together, but returns the total norm.
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
@@ -28,12 +31,28 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def without_hooks(optimizer: Optimizer) -> Optimizer:
-    """Returns an optimizer with the same parameters, state and options, and without hooks. A scheduler replaces
-    ``step``, which it does not have."""
+    """Returns an optimizer with the same parameters, state and options, and without hooks of its own. A scheduler
+    replaces ``step``, which it does not have."""
     made: Any = object.__new__(type(optimizer))
     vars(made).update({name: value for name, value in vars(optimizer).items() if name != "step"})
     made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     return made  # type: ignore[no-any-return]
+
+
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """Steps the optimizer without its hooks and those of all optimizers, which learn nothing of it."""
+    of_all: tuple[dict[int, Any], ...] = (
+        optimizers._global_optimizer_pre_hooks,
+        optimizers._global_optimizer_post_hooks,
+    )
+    kept = [dict(hooks) for hooks in of_all]
+    try:
+        for hooks in of_all:
+            hooks.clear()
+        without_hooks(optimizer).step()
+    finally:
+        for hooks, before in zip(of_all, kept, strict=True):
+            hooks.update(before)
 
 
 def largest(tensors: Sequence[Tensor]) -> list[Tensor]:

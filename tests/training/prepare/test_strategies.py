@@ -460,14 +460,6 @@ def an_old_optimizer(_: bool) -> None:
         optimizer.step()
 
 
-def muon_made_later(_: bool) -> None:
-    loop = loop_of(True)
-    optimizer = torch.optim.Muon([p for p in loop.model.parameters() if p.ndim == 2], lr=0.1)
-    for x, y in loop.loader:
-        loop.backward(x, y)
-        optimizer.step()
-
-
 def lbfgs_made_later(_: bool) -> None:
     loop = loop_of(True)
     optimizer = torch.optim.LBFGS(loop.model.parameters())
@@ -540,13 +532,15 @@ REFUSED = (
     (an_old_optimizer, TENSOR, "an optimizer has parameters from before evener.prepare"),
     (a_closure, ZERO1, "calls a closure has only this rank's parts"),
     (a_closure, TENSOR, "calls a closure has only this rank's parts"),
-    *((muon_made_later, each, "Muon may look at a weight as a whole") for each in (ZERO1, ZERO3, TENSOR)),
-    *((lbfgs_made_later, each, "LBFGS may look at a weight as a whole") for each in (ZERO1, ZERO3, TENSOR)),
+    *(
+        (lbfgs_made_later, each, "calls a closure has only this rank's parts")
+        for each in (ZERO1, ZERO3, TENSOR)
+    ),
     (a_saved_gradient, TENSOR, "would see this rank's part of it alone"),
     (sorted_gradients, TENSOR, "was given to flatten, which would see this rank's part of it alone"),
     (saved_by_one, TENSOR, r"rank 0 in state_dict\(\), rank 1 in the end of a batch"),
     (pickled, TENSOR, "cannot be pickled"),
-    (test_prepare.with_a_closure, ZERO3, "LBFGS may look at a weight as a whole"),
+    (test_prepare.with_a_closure, ZERO3, "calls a closure has only this rank's parts"),
 )
 
 

@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from evener.torch_internals.optimizers import step_without_hooks, without_hooks
 
 SAYS_ELEMENTWISE = "elementwise"
 """An attribute of an optimizer: True if it updates each element by itself, or a function of a group that tells."""
@@ -70,34 +74,37 @@ def _steps_as(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> bool:
 def looks_across(optimizer: torch.optim.Optimizer) -> bool:
     """Returns True if an update depends on which other parameters have a gradient, or on random numbers.
 
-    Steps copies of the optimizer on small parameters: all of them together, and in two halves. Returns False if that
-    fails, as with an optimizer that runs on a GPU only.
+    Steps copies of the optimizer on small parameters: all of them together, and in two halves. They begin without
+    state, or where that fails with the optimizer's. Returns False if both fail, as with one that runs on a GPU only.
     """
+    for afresh in (True, False):
+        with suppress(Exception):  # anything, in a user's optimizer that meets tensors it was not made for
+            return _halves_differ(optimizer, afresh)
+    return False
+
+
+def _halves_differ(optimizer: torch.optim.Optimizer, afresh: bool) -> bool:
     held = [parameter for group in optimizer.param_groups for parameter in group["params"][:_MOST]]
-    try:
-        together = _stepped(optimizer, held, range(len(held)))
-        for half in (0, 1):
-            apart = _stepped(optimizer, held, range(half, len(held), 2))
-            pairs = list(zip(together, apart, strict=True))[half::2]
-            if not all(torch.allclose(one, other, rtol=_ROUNDING, atol=0) for one, other in pairs):
-                return True
-    except (
-        Exception
-    ):  # anything may go wrong in a user's optimizer that meets other tensors than it was made for
-        return False
+    together = _stepped(optimizer, held, range(len(held)), afresh)
+    for half in (0, 1):
+        apart = _stepped(optimizer, held, range(half, len(held), 2), afresh)
+        pairs = list(zip(together, apart, strict=True))[half::2]
+        if not all(torch.allclose(one, other, rtol=_ROUNDING, atol=0) for one, other in pairs):
+            return True
     return False
 
 
 def _stepped(
-    optimizer: torch.optim.Optimizer, held: Sequence[Tensor], with_gradients: Sequence[int]
+    optimizer: torch.optim.Optimizer, held: Sequence[Tensor], with_gradients: Sequence[int], afresh: bool
 ) -> list[Tensor]:
     """Returns small parameters after steps of a copy of ``optimizer`` in which only some of them have gradients."""
     draws = torch.Generator().manual_seed(0)
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     small = {id(each): _small(each, draws) for each in every}
     made: Any = object.__new__(type(optimizer))  # deepcopy would drop attributes that PyTorch does not know
-    vars(made).update(copy.deepcopy({**vars(optimizer), "step": None}, dict(small)))
-    del made.step
+    state: dict[str, Any] = {"state": defaultdict(dict)} if afresh else {}
+    plain = vars(without_hooks(optimizer))  # nothing of the process is told of the trial
+    vars(made).update(copy.deepcopy(plain | state, dict(small)))
     found = [small[id(each)] for each in held]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -106,7 +113,7 @@ def _stepped(
                 # Mostly the same gradient in all steps, as far from a minimum: then estimated rates rise.
                 gradient = 10 + 3 * torch.randn(each.shape, dtype=each.dtype, generator=draws)
                 each.grad = gradient if place in with_gradients else None
-            made.step()
+            step_without_hooks(made)
     return [each.detach() for each in found]
 
 

@@ -75,6 +75,37 @@ def _without_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
+def exchange_parameters(optimizer: torch.optim.Optimizer, by: Mapping[Any, nn.Parameter]) -> None:
+    """Gives the optimizer, and those inside it, other parameters in the places of those in ``by``, with their state."""
+    for each in (optimizer, *inner_optimizers(optimizer)):
+        for group in each.param_groups:
+            group["params"] = [by.get(held, held) for held in group["params"]]
+        for old in [old for old in by if old in each.state]:
+            each.state[by[old]] = each.state.pop(old)
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers of which this one is made, at any depth: its attributes, or entries of these."""
+    found = list[torch.optim.Optimizer]()
+    left = [optimizer]
+    while left:
+        for value in vars(left.pop()).values():
+            entries = (
+                value
+                if isinstance(value, list | tuple)
+                else value.values()
+                if isinstance(value, dict)
+                else [value]
+            )
+            new = [each for each in entries if isinstance(each, torch.optim.Optimizer)]
+            new = [
+                each for each in new if each is not optimizer and all(each is not other for other in found)
+            ]
+            found += new
+            left += new
+    return found
+
+
 @contextmanager
 def shown(model: nn.Module, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
     """Puts stand-ins into the model for the block, in which its optimizer is built."""

@@ -15,7 +15,7 @@ all gradients: then a round has all weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,14 +25,14 @@ from torch import Tensor, nn
 
 from evener.components.optim.elementwise import updates_alone
 from evener.components.optim.owners import choose_owners, update_cost
-from evener.components.optim.stand_ins import drop_memory, make_stand_in, mark_held, shown
+from evener.components.optim.stand_ins import drop_memory, is_away, make_stand_in, mark_held, shown
 from evener.components.optim.whole_exchange import Form, start_exchange
 from evener.components.sharded_tensor.local import is_divided, local, off_host
 from evener.components.sharded_tensor.shard_spec import ShardBounds, ShardSpec, shard_spec
 from evener.distributed.hosts import all_gather
 from evener.distributed.mesh import Layout, Mesh
 from evener.errors import ConfigurationError
-from evener.torch_internals.optimizers import without_hooks
+from evener.torch_internals.optimizers import step_without_hooks
 
 STATE_FACTOR = 4
 """Memory that an owner needs for a weight, in sizes of the weight: itself, its gradient and two of state."""
@@ -100,6 +100,10 @@ class Team:
 
     group: dist.ProcessGroup
     weights: list[GatheredWeight] = field(default_factory=list)
+
+
+Round = list[tuple[Team, list[GatheredWeight]]]
+"""Weights of each team that are gathered together."""
 
 
 class WholeUpdates:
@@ -180,6 +184,33 @@ class WholeUpdates:
         """True if some weights are gathered for their updates."""
         return bool(self._teams)
 
+    @property
+    def stand_ins(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """What an optimizer has in the places of the model's parameters."""
+        return self._stand_ins
+
+    @property
+    def parameters(self) -> dict[Tensor, bool]:
+        """The model's parameters that are updated as wholes, and whether this rank updates them."""
+        held: dict[Tensor, bool] = dict.fromkeys(self._held, True)
+        return held | {parameter: not is_away(made) for parameter, made in self._stand_ins.items()}
+
+    def fill(self) -> Round:
+        """Makes all stand-ins whole whose weights have a gradient, with that. Returns them, for :meth:`give_back`."""
+        now = []
+        for team in self._teams:
+            present = [weight for weight in team.weights if weight.parameter.grad is not None]
+            for weight in present:
+                _check_dense(weight.parameter)
+            now.append((team, present))
+        self._fill(now, self._start(now)())
+        return now
+
+    def give_back(self, now: Round) -> None:
+        """Gives the ranks their pieces of updated weights. The stand-ins lose their memory."""
+        self._give_back(now)()
+        self._drop(now)
+
     def build(self, make: Callable[[], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Returns the optimizer that ``make`` returns while the model has whole weights, with their values where they
         are owned."""
@@ -210,7 +241,7 @@ class WholeUpdates:
                 self._fill(now, coming())
             coming = self._start(rounds[number + 1]) if number + 1 < len(rounds) else None
             if number:
-                without_hooks(self.optimizer).step()
+                step_without_hooks(self.optimizer)
             else:
                 stepped()
                 self.optimizer.zero_grad(set_to_none=True)  # what is not gathered is up to date
@@ -221,7 +252,7 @@ class WholeUpdates:
         for parameter in (*self._stand_ins, *self._held):
             parameter.grad = None
 
-    def _rounds(self) -> Iterator[list[tuple[Team, list[GatheredWeight]]]]:
+    def _rounds(self) -> Iterator[Round]:
         """Yields the weights that are gathered together: one for each owner, the most costly first, or all."""
         alone = updates_alone(self.optimizer)
         queues = list[tuple[Team, list[list[GatheredWeight]]]]()
@@ -239,9 +270,7 @@ class WholeUpdates:
 
     # The exchange of a round
 
-    def _start(
-        self, now: Iterable[tuple[Team, list[GatheredWeight]]], gradients: bool = True
-    ) -> Callable[[], list[list[list[Tensor]]]]:
+    def _start(self, now: Round, gradients: bool = True) -> Callable[[], list[list[list[Tensor]]]]:
         """Starts to send this rank's pieces to the owners: weights and gradients."""
         waits = []
         for team, weights in now:
@@ -259,9 +288,7 @@ class WholeUpdates:
             waits.append(start_exchange(team.group, outgoing, incoming, self._device))
         return lambda: [wait() for wait in waits]
 
-    def _fill(
-        self, now: Iterable[tuple[Team, list[GatheredWeight]]], came: Sequence[list[list[Tensor]]]
-    ) -> None:
+    def _fill(self, now: Round, came: Sequence[list[list[Tensor]]]) -> None:
         """Makes whole the weights and gradients that this rank owns."""
         for (team, weights), of_ranks in zip(now, came, strict=True):
             parts = [iter(tensors) for tensors in of_ranks]
@@ -272,7 +299,7 @@ class WholeUpdates:
                     weight.stand_in.grad = _joined(weight, [next(part) for part in parts])
 
     @torch.no_grad()
-    def _give_back(self, now: Iterable[tuple[Team, list[GatheredWeight]]]) -> Callable[[], object]:
+    def _give_back(self, now: Round) -> Callable[[], object]:
         """Starts to send the updated weights back. The returned function waits, and writes this rank's pieces."""
         waits = []
         for team, weights in now:
@@ -296,7 +323,7 @@ class WholeUpdates:
 
         return finish
 
-    def _drop(self, now: Iterable[tuple[Team, list[GatheredWeight]]]) -> None:
+    def _drop(self, now: Round) -> None:
         for team, weights in now:
             for weight in weights:
                 if weight.owner == team.group.rank():

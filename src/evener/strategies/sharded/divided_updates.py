@@ -13,8 +13,8 @@ Between steps the optimizer has the parameters, and under them the state of this
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from evener.collectives.registry import make_owners
 from evener.components import gradients
 from evener.components.coalesce import in_buckets
+from evener.components.optim.stand_ins import exchange_parameters
+from evener.components.optim.whole_updates import OwnershipTerms
 from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec
 from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
@@ -31,7 +33,6 @@ from evener.strategies.interfaces import StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.sharded.owned_weight import AXIS
 from evener.strategies.sharded.ownership import dim_of_rows, rows_of_owners
-from evener.strategies.whole_matrices import check_elementwise
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,6 @@ class DividedUpdates(Ddp):
     def layout(self, world_size: int, settings: StrategySettings) -> Layout:
         self.parts(world_size)
         return Layout({AXIS: world_size})
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        check_elementwise(optimizer, self.label)
 
 
 class UpdateOwners:
@@ -77,8 +75,26 @@ class UpdateOwners:
         self._specs: dict[Tensor, ShardSpec] = {p: known[p] for p in trained if p in known} | {
             parameter: ShardSpec(AXIS, dims[parameter], rows, self._index) for parameter, rows in new.items()
         }
-        self._pieces: dict[Tensor, nn.Parameter] = {}
+        self._whole: dict[Tensor, bool] = {} if earlier is None else dict(earlier._whole)
+        """Parameters that one rank updates as wholes, and whether it is this one."""
+        self._mesh, self._parts = learner.mesh, tuple(parts)
+        self._pieces: dict[nn.Parameter, nn.Parameter] = {}
         """The rows that an optimizer has at the moment."""
+
+    def own_whole(self, parameters: Sequence[Tensor], terms: OwnershipTerms) -> dict[Tensor, bool]:
+        """Gives each parameter to one owner, unless it has one. Returns whether it is this rank."""
+        new = [each for each in parameters if each not in self._whole]
+        sizes = [(tuple(each.shape), each.nbytes) for each in new]
+        able = terms.along(self._mesh.layout, (AXIS,), self._mesh.ranks(AXIS))
+        if len(set(self._parts)) > 1:
+            able = replace(able, speeds=self._parts)
+        for parameter, owner in zip(new, able.owners(sizes, held=1.0), strict=True):
+            spec = self._specs[parameter]
+            length, ranks = spec.pieces[-1].stop, range(len(spec.pieces))
+            pieces = tuple(range(length * (rank > owner), length * (rank >= owner)) for rank in ranks)
+            self._specs[parameter] = replace(spec, pieces=pieces)
+            self._whole[parameter] = owner == self._index
+        return {parameter: self._whole[parameter] for parameter in parameters}
 
     def spec(self, parameter: Tensor) -> ShardSpec | None:
         """Returns the rows of ``parameter`` that this rank owns; None if all ranks update it."""
@@ -86,32 +102,24 @@ class UpdateOwners:
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Puts this rank's rows in the places of the parameters, before the optimizer steps."""
-        if self._pieces:  # a step has failed
-            self._put_back(optimizer)
-        for group in optimizer.param_groups:
-            group["params"] = [self._piece(parameter) for parameter in group["params"]]
-        _rename(optimizer, self._pieces)
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._pieces = {each: self._piece(each, self._specs[each]) for each in held if each in self._specs}
+        exchange_parameters(optimizer, self._pieces)
 
-    def _piece(self, parameter: nn.Parameter) -> nn.Parameter:
-        spec = self._specs.get(parameter)
-        if spec is None:
-            return parameter
-        piece = self._pieces[parameter] = nn.Parameter(_rows(parameter.data, spec), parameter.requires_grad)
-        if parameter.grad is not None:
+    def _piece(self, parameter: nn.Parameter, spec: ShardSpec) -> nn.Parameter:
+        piece = nn.Parameter(_rows(parameter.data, spec), parameter.requires_grad)
+        if parameter.grad is not None and self._whole.get(parameter, True):
             piece.grad = _rows(parameter.grad, spec)
         return set_shard_spec(piece, spec)
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         """Puts the parameters back, and gathers the rows that their owners have updated. A collective call."""
-        self._gather(self._put_back(optimizer))
+        self._gather(self.put_back(optimizer))
 
-    def _put_back(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """Returns the parameters that were to be updated."""
-        wholes = {piece: whole for whole, piece in self._pieces.items()}
-        for group in optimizer.param_groups:
-            group["params"] = [wholes.get(each, each) for each in group["params"]]
-        _rename(optimizer, wholes)
-        updated = [whole for whole in self._pieces if whole.grad is not None]
+    def put_back(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """Gives the optimizer its parameters back, and returns those that were to be updated."""
+        exchange_parameters(optimizer, {piece: whole for whole, piece in self._pieces.items()})
+        updated: list[Tensor] = [whole for whole in self._pieces if whole.grad is not None]
         self._pieces.clear()
         return updated
 
@@ -150,13 +158,6 @@ def _copy(rows: Sequence[Tensor], flat: Tensor, *, into: bool) -> None:
             part.copy_(own.reshape(-1))
         else:
             own.copy_(part.view(own.shape))
-
-
-def _rename(optimizer: torch.optim.Optimizer, names: Mapping[Any, Any]) -> None:
-    """Moves the optimizer's state from each key of ``names`` to its value."""
-    for old, new in names.items():
-        if old in optimizer.state:
-            optimizer.state[new] = optimizer.state.pop(old)
 
 
 def check_closure(closure: object) -> None:

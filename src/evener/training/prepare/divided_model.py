@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from evener.components.model_init import named_tensors
 from evener.components.sharded_tensor.local import as_held, local
 from evener.components.sharded_tensor.shard_spec import ShardSpec, shard_spec
+from evener.data.batch import map_leaves
 from evener.distributed.mesh import Mesh
 from evener.errors import ConfigurationError
 from evener.nn.fqn import clean_name
@@ -34,7 +35,7 @@ from evener.nn.fqn import clean_name
 Meeting = Callable[[str], AbstractContextManager[Any]]
 """Makes sure that all ranks call something together. Takes what it is."""
 
-
+Gather = Callable[[Any], list[Any]]
 Spec = Callable[[Tensor], ShardSpec | None]
 
 
@@ -68,12 +69,23 @@ class DividedOptimizers:
     Args:
         spec: Returns this rank's shard of what belongs to a parameter, or None.
         meet: Called around a collective call.
+        gather: Gathers an object from every rank.
     """
 
-    def __init__(self, spec: Spec, mesh: Mesh, meet: Meeting) -> None:
-        self._spec, self._mesh, self._meet = spec, mesh, meet
+    def __init__(self, spec: Spec, mesh: Mesh, meet: Meeting, gather: Gather) -> None:
+        self._spec, self._mesh, self._meet, self._gather = spec, mesh, meet, gather
+        self._whole: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
+        """Parameters that one rank updates as wholes, with state of any shape, and whether it is this one."""
         self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
+
+    def take_whole(self, parameters: Mapping[Tensor, bool]) -> None:
+        """Takes parameters that one rank updates as wholes, and whether it is this one."""
+        self._whole.update(parameters)
+
+    def is_divided(self, parameter: Tensor) -> bool:
+        """Returns True if ranks have parts of the parameter, or update parts of it."""
+        return self._spec(parameter) is not None
 
     def is_new(self, optimizer: torch.optim.Optimizer) -> bool:
         """Returns True if the optimizer is not watched yet."""
@@ -95,6 +107,7 @@ class DividedOptimizers:
     def gather_state(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
         """Returns the optimizer's state with whole tensors in the places of parts. A collective call."""
         owners = _owners(optimizer)
+        whole = {number: self._whole[each] for number, each in owners.items() if each in self._whole}
         with self._meet("state_dict()"):
             state = {
                 number: {
@@ -104,8 +117,15 @@ class DividedOptimizers:
                 if number in owners
                 else entries
                 for number, entries in found["state"].items()
+                if number not in whole
             }
-        return {**found, "state": state}
+            if whole:
+                here = [number for number in found["state"] if whole.get(number)]
+                own = {number: map_leaves(_on_host, found["state"][number]) for number in here}
+                for of_rank in self._gather(own):
+                    state |= of_rank
+        order = dict.fromkeys([*owners, *state])
+        return {**found, "state": {key: state[key] for key in order if key in state}}
 
     def cut_state(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
         """Returns the optimizer's state with this rank's parts in the places of whole tensors."""
@@ -113,6 +133,7 @@ class DividedOptimizers:
         state = {
             number: self._cut_all(entries, owners[number]) if number in owners else entries
             for number, entries in found["state"].items()
+            if number not in owners or self._whole.get(owners[number], True)
         }
         return {**found, "state": state}
 
@@ -133,10 +154,16 @@ class DividedOptimizers:
         return Part(spec, (*shape[: spec.dim], spec.length, *shape[spec.dim + 1 :]), owner)
 
     def _cut_all(self, entries: Mapping[str, Any], owner: Tensor) -> dict[str, Any]:
+        if owner in self._whole:
+            return dict(entries)
         return {
             key: _cut(value, self._part_of(owner)) if isinstance(value, Tensor) else value
             for key, value in entries.items()
         }
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def _cut(value: Tensor, part: Part | None) -> Tensor:
@@ -161,9 +188,10 @@ class DividedModel(DividedOptimizers):
         model: nn.Module,
         mesh: Mesh,
         meet: Meeting,
+        gather: Gather,
         is_in_pass: Callable[[], bool],
     ) -> None:
-        super().__init__(shard_spec, mesh, meet)
+        super().__init__(shard_spec, mesh, meet, gather)
         self._parts: MutableMapping[Tensor, nn.Parameter] = WeakIdKeyDictionary()
         """The part of each parameter that was replaced, as long as anybody holds that."""
         for name, part in named_tensors(model).items():
@@ -180,12 +208,16 @@ class DividedModel(DividedOptimizers):
         ]
 
     def give_parts(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives the optimizer the parts in the places of the parameters, with its state of them."""
+        """Gives the optimizer the parts in the places of the parameters."""
         for group in optimizer.param_groups:
             group["params"] = [self._part(each) for each in group["params"]]
+
+    def give_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Cuts the state that the optimizer has of the parameters from before."""
         for whole in [each for each in optimizer.state if each in self._parts]:
-            part = self._parts[whole]
-            optimizer.state[part] = self._cut_all(optimizer.state.pop(whole), part)
+            part, entries = self._parts[whole], optimizer.state.pop(whole)
+            if self._whole.get(part, True):
+                optimizer.state[part] = self._cut_all(entries, part)
 
     def _part(self, parameter: nn.Parameter) -> nn.Parameter:
         return self._parts.get(parameter, parameter)

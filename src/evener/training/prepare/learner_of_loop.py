@@ -17,7 +17,6 @@ from evener.strategies.base import set_up
 from evener.strategies.composed import parts_of
 from evener.strategies.learner import Learner
 from evener.strategies.sharded.divided_updates import DividedUpdates, UpdateOwners
-from evener.strategies.whole_matrices import check_elementwise
 from evener.training.consistency.startup import agreement
 from evener.training.factory import settings_of, strategy_of
 from evener.training.prepare.positions import call_model_as
@@ -43,8 +42,6 @@ class LearnerOfLoop:
     def check_optimizer(self, optimizer: torch.optim.Optimizer, /) -> None:
         """Raises ConfigurationError for an optimizer that the strategy cannot divide."""
         self._strategy.check_optimizer(optimizer)
-        if self.divides:
-            check_elementwise(optimizer, self.strategy)
 
     def owners(self, learner: Learner, earlier: UpdateOwners | None) -> UpdateOwners | None:
         """Returns the owners of updates, if the strategy divides these alone. A collective call.

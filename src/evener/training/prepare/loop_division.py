@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from evener.components.model_init import named_tensors
+from evener.components.optim.elementwise import updated_whole
+from evener.components.optim.stand_ins import inner_optimizers
+from evener.components.optim.whole_steps import WholeSteps
+from evener.components.optim.whole_updates import WholeUpdates
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError
 from evener.hardware.timers import waiting
 from evener.strategies.learner import Learner
 from evener.strategies.sharded.divided_updates import UpdateOwners, check_closure
+from evener.strategies.whole_matrices import terms_for
 from evener.training.prepare.divided_model import DividedModel, DividedOptimizers, Meeting, check_undivided
 from evener.training.prepare.learner_of_loop import LearnerOfLoop
 from evener.training.prepare.numbers_of_parts import NumbersOfParts
@@ -25,15 +32,21 @@ class LoopDivision:
     Args:
         meet: Called around a collective call.
         is_in_pass: Returns True during a backward pass.
+        learner: Returns the learner of the loop.
     """
 
-    def __init__(self, meet: Meeting, is_in_pass: Callable[[], bool]) -> None:
-        self._meet, self._is_in_pass = meet, is_in_pass
+    def __init__(self, meet: Meeting, is_in_pass: Callable[[], bool], learner: Callable[[], Learner]) -> None:
+        self._meet, self._is_in_pass, self._learner = meet, is_in_pass, learner
         self._model: DividedModel | None = None
         self._owners: UpdateOwners | None = None
         self._optimizers: DividedOptimizers | None = None
         self._numbers: NumbersOfParts | None = None
         self._check: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
+        self._steps: MutableMapping[torch.optim.Optimizer, WholeSteps] = WeakKeyDictionary()
+        """Optimizers that update whole weights of which this rank has pieces."""
+        self._stepping: torch.optim.Optimizer | None = None
+        self._updated_by: MutableMapping[Tensor, tuple[str, bool]] = WeakIdKeyDictionary()
+        """Parameters, the optimizer that updates each, and whether as a whole."""
 
     @property
     def divides_model(self) -> bool:
@@ -50,12 +63,15 @@ class LoopDivision:
         earlier, self._owners = self._owners, make.owners(learner, self._owners)
         if earlier is not None:
             earlier.close()
+        gather = learner.session.control.gather_objects
         if before:
-            self._model = DividedModel(before, learner.model, learner.mesh, self._meet, self._is_in_pass)
+            self._model = DividedModel(
+                before, learner.model, learner.mesh, self._meet, gather, self._is_in_pass
+            )
             self._optimizers = self._model
             self._numbers = NumbersOfParts(learner, self._meet)
         elif self._owners is not None:
-            self._optimizers = DividedOptimizers(self._owners.spec, learner.mesh, self._meet)
+            self._optimizers = DividedOptimizers(self._owners.spec, learner.mesh, self._meet, gather)
         return learner
 
     def check_may_change(self, strategy: str) -> None:
@@ -71,16 +87,53 @@ class LoopDivision:
         if self._model is not None:
             self._model.give_parts(optimizer)
         self.watch(optimizer)
+        if self._model is not None:
+            self._model.give_state(optimizer)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes the state of an optimizer whole where it is saved, once it is known to go with the strategy.
+        """Makes the state of an optimizer whole where it is saved, once it is known to go with the strategy. All ranks
+        must call this together.
 
         Raises:
             ConfigurationError: If it does not.
         """
         if self._optimizers is not None and self._optimizers.is_new(optimizer):
             self._check(optimizer)
+            self._choose_owners(optimizer, self._optimizers)
             self._optimizers.watch(optimizer)
+
+    def _choose_owners(self, optimizer: torch.optim.Optimizer, divided: DividedOptimizers) -> None:
+        """Chooses the ranks that update weights as wholes, for an optimizer that looks at whole weights."""
+        whole = {each for each in updated_whole(optimizer) if divided.is_divided(each)}
+        held = [each for group in optimizer.param_groups for each in group["params"]]
+        kind = type(optimizer).__name__
+        for each in held:
+            other, as_whole = self._updated_by.setdefault(each, (kind, each in whole))
+            if as_whole != (each in whole):
+                first, second = (other, kind) if as_whole else (kind, other)
+                raise ConfigurationError(
+                    f"{first} updates a weight of shape {tuple(each.shape)} as a whole, and {second} in parts: give "
+                    "each weight to one optimizer, or use strategy 'ddp'"
+                )
+        learner = self._learner()
+        names: dict[Tensor, str] = {each: name for each, name in learner.names.items() if each in whole}
+        terms = terms_for(optimizer, names, learner)
+        if not terms.names:
+            return
+        if self._model is not None and any(optimizer.state.get(each) for each in whole):
+            raise ConfigurationError(
+                f"{kind} looks at whole weights, and has state that it made for this rank's parts of them: make it "
+                "before evener.prepare, and give it to that"
+            )
+        if self._owners is not None:
+            divided.take_whole(self._owners.own_whole([each for each in held if each in names], terms))
+            return
+        control, device = learner.session.control, learner.session.device
+        updates = WholeUpdates(
+            learner.model, dict(learner.names), terms, learner.mesh, control.gather_objects, device
+        )
+        divided.take_whole(updates.parameters)
+        self._steps[optimizer] = WholeSteps(updates)
 
     def check_step(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], closure: Any
@@ -92,21 +145,42 @@ class LoopDivision:
         """
         if self._model is not None:
             self._model.check_current([p for group in optimizer.param_groups for p in group["params"]])
-        if parameters:
-            self.watch(optimizer)
         if parameters and self._optimizers is not None:
             check_closure(closure)
+            self.watch(optimizer)
+
+    def is_part_of_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns True if the optimizer is inside another, which is stepping."""
+        outer = self._stepping
+        return outer is not None and any(each is optimizer for each in inner_optimizers(outer))
+
+    def end_failed_step(self) -> None:
+        """Gives the optimizer its parameters back whose step ended with an error."""
+        optimizer, self._stepping = self._stepping, None
+        if optimizer is None:
+            return
+        if self._owners is not None:
+            self._owners.put_back(optimizer)
+        if optimizer in self._steps:
+            self._steps[optimizer].put_back(optimizer)
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before an optimizer of the model steps."""
+        self._stepping = optimizer
         if self._owners is not None:
             self._owners.begin(optimizer)
+        if optimizer in self._steps:
+            self._steps[optimizer].begin(optimizer)
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after any optimizer has stepped. A collective call, if it was one of the model."""
+        self._stepping = None
         if self._owners is not None:
             with waiting():
                 self._owners.end(optimizer)
+        if optimizer in self._steps:
+            with waiting():
+                self._steps[optimizer].end(optimizer)
 
     def close(self) -> None:
         """Releases everything."""

@@ -80,7 +80,7 @@ class LoopState:
     ) -> None:
         self.session, self.random = session, random
         self.make = make
-        self.division = LoopDivision(self._meeting, lambda: self.is_in_pass)
+        self.division = LoopDivision(self._meeting, lambda: self.is_in_pass, lambda: self.learner)
         learner = self.division.set_up(make, models, session)
         models = held_by(learner, len(models))
         self._learners = [learner]
@@ -249,7 +249,7 @@ class LoopState:
         changed = self.learner.loose_buffers.versions() != batch.versions
         flags = float(changed), float(batch.is_crossed), float(self.learner.graphs.untold)
         held = self._replicas.own_row(self.learner, self.steps)
-        rows = self.exchange("the end of a batch", batch.mark, own, *flags, *held)
+        rows = self.exchange("the end of a batch", batch.agreed, own, *flags, *held)
         check_marks([row[0] for row in rows])
         crossed = [rank for rank, row in enumerate(rows) if row[3]]
         if crossed:
@@ -276,6 +276,7 @@ class LoopState:
         Raises:
             ConfigurationError: If only some ranks have any, or they come in mid-batch with weights that differ.
         """
+        self.division.end_failed_step()
         now = self._layers(self._models)
         if len(now) == len(self._held) and all(map(operator.is_, now, self._held)):
             return

@@ -40,8 +40,9 @@ class WatchedOptimizers:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Checks an optimizer, prepared or not, before it steps."""
         closure = next((one for one in (*args[1:], kwargs.get("closure")) if one is not None), None)
-        if self._place.is_over:
+        if self._place.is_over or self._place.division.is_part_of_step(optimizer):
             return
+        self._place.division.end_failed_step()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         own = [p for p in parameters if self._place.mean.owns(p)]
         self._place.division.check_step(optimizer, own, closure)
@@ -66,7 +67,7 @@ class WatchedOptimizers:
             self._place.division.begin_step(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._place.is_over:
+        if self._place.is_over or self._place.division.is_part_of_step(optimizer):
             return
         with self._place.session.watchdog.explained():
             self._place.division.end_step(optimizer)
