@@ -40,20 +40,22 @@ class Costs:
     Args:
         cost: ``Task.cost``.
         dataset: The training set, of which ``cost`` may name a column, an attribute or a method.
+        name: What the user calls the costs, for messages.
 
     Raises:
         TaskError: If there is no such column, the costs are not one number for each sample, or the function fails.
         DataError: If the cost of a sample is not positive and finite, or the function has failed for it.
     """
 
-    def __init__(self, cost: Cost, dataset: Any) -> None:
+    def __init__(self, cost: Cost, dataset: Any, name: str = "Task.cost") -> None:
+        self.name = name
         size = len(dataset)
-        source = _column(dataset, cost) if isinstance(cost, str) else cost
+        source = _column(dataset, cost, name) if isinstance(cost, str) else cost
         self._function = source if callable(source) else None
         self._values = np.empty(0)
         if not callable(source):
-            self._values = _as_array(source, size)
-            _check(np.arange(size), self._values)
+            self._values = _as_array(source, size, name)
+            _check(np.arange(size), self._values, name)
         self.probed: Ids = np.unique(np.linspace(0, size - 1, min(size, PROBES)).astype(np.int64))
         """The indices of the samples that are compared across ranks."""
         self.probes = self(self.probed)
@@ -65,53 +67,53 @@ class Costs:
         """Returns the costs of samples, in the shape of ``ids``."""
         if self._function is None:
             return self._values[ids]
-        found = np.array([_cost_of(self._function, sample) for sample in ids.tolist()], dtype=np.float64)
-        _check(ids, found)
+        found = np.array([self._cost_of(sample) for sample in ids.tolist()], dtype=np.float64)
+        _check(ids, found, self.name)
         return found
 
+    def _cost_of(self, sample: int) -> float:
+        assert self._function is not None
+        try:
+            return float(self._function(sample))
+        except InterruptedRunError:
+            raise
+        except Exception as error:  # any kind of error of the user's function
+            raise DataError(
+                f"{self.name} failed for sample {sample} of the training set: {type(error).__name__}: {said(error)}"
+            ) from error
 
-def _cost_of(function: Callable[[int], float], sample: int) -> float:
-    try:
-        return float(function(sample))
-    except InterruptedRunError:
-        raise
-    except Exception as error:  # any kind of error of the user's function
-        raise DataError(
-            f"Task.cost failed for sample {sample} of the training set: {type(error).__name__}: {said(error)}"
-        ) from error
 
-
-def _column(dataset: Any, name: str) -> Any:
+def _column(dataset: Any, name: str, called: str) -> Any:
     names = getattr(dataset, "column_names", None)
     if isinstance(names, list | tuple) and name in names:
         return dataset[name]
     if not hasattr(dataset, name):
         listed = f"its columns are {', '.join(map(str, names))}" if isinstance(names, list | tuple) else ""
         raise TaskError(
-            f"Task.cost is {name!r}, and Task.train, a {type(dataset).__name__}, has no column or attribute of this "
-            f"name; {listed or 'give a list of costs, or a function from an index to a cost'}"
+            f"{called} is {name!r}, and the training set, a {type(dataset).__name__}, has no column or attribute of "
+            f"this name; {listed or 'give a list of costs, or a function from an index to a cost'}"
         )
     return getattr(dataset, name)
 
 
-def _as_array(values: Any, size: int) -> _Costs:
+def _as_array(values: Any, size: int, name: str) -> _Costs:
     try:
         found = np.asarray(values[:], dtype=np.float64)
     except Exception as error:  # any kind of error: of a table, a tensor on a device
-        raise TaskError(f"Task.cost cannot be read as numbers: {said(error)}") from error
+        raise TaskError(f"{name} cannot be read as numbers: {said(error)}") from error
     if found.shape != (size,):
         raise TaskError(
-            f"Task.cost has the shape {found.shape}, and the training set {size} samples: give one cost for each"
+            f"{name} has the shape {found.shape}, and the training set {size} samples: give one cost for each"
         )
     return found
 
 
-def _check(ids: Ids, costs: _Costs) -> None:
+def _check(ids: Ids, costs: _Costs, name: str) -> None:
     good = np.isfinite(costs) & (costs > 0)
     if not good.all():
         at = int(np.argmin(good))
         raise DataError(
-            f"Task.cost of sample {ids[at]} of the training set is {costs[at]:g}; a cost must be positive and finite, "
+            f"{name} of sample {ids[at]} of the training set is {costs[at]:g}; a cost must be positive and finite, "
             "such as a number of tokens. Give an empty sample a small cost, such as 1"
         )
 

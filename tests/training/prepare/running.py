@@ -32,9 +32,9 @@ def with_settings(**settings: Any) -> Iterator[None]:
         preparing.end()
 
 
-def prepared(loop: Callable[[bool], Any], **settings: Any) -> Any:
+def prepared(loop: Callable[..., Any], *given: Any, **settings: Any) -> Any:
     with with_settings(**settings):
-        return loop(True)
+        return loop(True, *given)
 
 
 def divided(cases: Iterable[tuple[str, tuple[Any, ...]]], divisions: Sequence[str]) -> list[Any]:

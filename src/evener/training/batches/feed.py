@@ -28,7 +28,7 @@ from evener.distributed.control_channel import Channel
 from evener.errors import ConfigurationError
 from evener.strategies.dataset_view import Reading
 from evener.strategies.learner import Learner
-from evener.training.batches.agreed_costs import cost_division
+from evener.training.batches.agreed_costs import agreed_costs, cost_division
 from evener.training.batches.dataset_check import check_data
 from evener.training.batches.device_mix import settled
 from evener.training.batches.evaluation_options import EvaluationOptions
@@ -65,7 +65,9 @@ class BatchFeed:
                 "(--steps N, or steps=N)"
             )
         self._config, self._unlike = settled(config, learner.session, self._reading)
-        self._by_cost = cost_division(learner, self._config, self._reading.ranks, self._fractions)
+        costs = agreed_costs(learner.task.cost, learner.task.train, learner.session.control)
+        parts = self._config, self._reading.ranks, self._fractions
+        self._by_cost = None if costs is None else cost_division(costs, *parts)
         self.skips = Skips(self._reading.size, learner.session) if check_skipping(config, learner) else None
         self._loader: Loader | None = None
         self._prepared: tuple[tuple[Any, ...], Loader] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -36,6 +37,11 @@ class CurrentBatch:
     """True if the loop was left at this batch."""
     scope: AbstractContextManager[Scope | None] = field(default_factory=nullcontext)
     """The context that layers see while the loop computes with this batch."""
+
+    @property
+    def agreed(self) -> float:
+        """Number that is the same on all ranks if they have the same samples and divide them in the same way."""
+        return float(zlib.crc32(repr((self.mark, self.batch.shares)).encode()))
 
     @property
     def micro(self) -> MicroBatch:

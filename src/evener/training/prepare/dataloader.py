@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
@@ -24,10 +25,15 @@ from torch.utils.data.distributed import DistributedSampler
 
 from evener.balance.base import Balancer
 from evener.core.config.run_config import RunConfig
+from evener.core.plugins import kind_of
+from evener.core.task.task import Cost
 from evener.data.batch import Batch, MicroBatch, map_leaves, move
+from evener.data.costs import CostDivision
 from evener.data.division import own_slice
+from evener.data.sampler import Ids
 from evener.data.tensor_rows import RowBatches, as_read, rows_of
-from evener.errors import ConfigurationError
+from evener.errors import ConfigurationError, DataError
+from evener.training.batches.agreed_costs import agreed_costs, cost_division
 from evener.training.prepare.batch_tensors import marked
 from evener.training.prepare.current_batch import CurrentBatch
 from evener.training.prepare.loop_state import LoopState
@@ -51,10 +57,13 @@ class Shares:
     Args:
         batches: The user's batch sampler.
         balancer: Decides the shares.
+        by_cost: Divides batches by the costs of their samples; ``None`` divides them by numbers of samples.
     """
 
-    def __init__(self, batches: Any, balancer: Balancer, place: LoopState) -> None:
-        self._batches, self._balancer, self._place = batches, balancer, place
+    def __init__(
+        self, batches: Any, balancer: Balancer, place: LoopState, by_cost: CostDivision | None = None
+    ) -> None:
+        self._batches, self._balancer, self._place, self._by_cost = batches, balancer, place, by_cost
         self.drawn: deque[CurrentBatch] = deque()
         """Batches that were drawn but not yet yielded to the loop."""
         self.step = 0
@@ -95,13 +104,37 @@ class Shares:
                 yield collate([items[number - position] for number in own])
 
     def _share(self, indices: list[Any], index: int, position: int) -> tuple[Batch, list[Any]]:
-        shares = self._balancer.shares(self.step, len(indices))
+        shares: Sequence[int] = self._balancer.shares(self.step, len(indices))
+        costs, instead = tuple[float, ...](), indices[:1]
+        if self._by_cost is not None:
+            ids, part = _whole_numbers(indices), self._place.data.index
+            shares, ((read, _),), costs = self._by_cost.divided(ids, self.step, shares, None, part)
+            instead = read[:1].tolist()
         self.step += 1
-        own = indices[own_slice(shares, self._place.data.index)]
-        samples = torch.tensor([_number(each) for each in own or indices[:1]], dtype=torch.int64)
-        micro = MicroBatch(None, None, samples, int(bool(own)))
-        batch = Batch(self.epoch, index, position, len(indices), tuple(shares), [micro], last=False)
-        return batch, own or indices[:1]
+        own = indices[own_slice(shares, self._place.data.index)] or instead
+        counts = int(bool(shares[self._place.data.index]))
+        samples = torch.tensor([_number(each) for each in own], dtype=torch.int64)
+        micro = MicroBatch(None, None, samples, counts)
+        place = self.epoch, index, position, len(indices)
+        return Batch(*place, tuple(shares), [micro], last=False, costs=costs), own
+
+    def observe(self, current: CurrentBatch, seconds: Sequence[float]) -> None:
+        """Tells the balancer the seconds that the parts of the last batch took that the loop has computed with."""
+        step, batch = self.step - len(self.drawn) - 1, current.batch
+        if self._by_cost is None:
+            self._balancer.observe(step, batch.shares, seconds)
+        else:
+            asked, mean = self._balancer.shares(step, batch.size), self._by_cost.costs.mean
+            self._balancer.observe_costs(step, asked, [cost / mean for cost in batch.costs], seconds)
+
+
+def _whole_numbers(indices: Sequence[Any]) -> Ids:
+    if not all(hasattr(each, "__index__") for each in indices):
+        raise DataError(
+            f"cost=... is of the indices of the data, and the sampler yields something {kind_of(indices[0])}: leave "
+            "cost out, or let the sampler yield indices"
+        )
+    return np.array(indices, dtype=np.int64)
 
 
 def _number(index: Any) -> int:
@@ -114,12 +147,16 @@ class PreparedLoader:
 
     Args:
         loader: The user's loader, with the batch size of all ranks together.
+        cost: The costs of its samples, by which batches are divided; see ``evener.Task.cost``.
 
     Raises:
         ConfigurationError: If the loader cannot be divided.
+        TaskError, DataError: If the costs are not one positive number for each sample, the same on all ranks.
     """
 
-    def __init__(self, loader: DataLoader[Any], config: RunConfig, place: LoopState) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], config: RunConfig, place: LoopState, cost: Cost | None = None
+    ) -> None:
         _check(loader)
         self.given, self._place = loader, place
         self.dataset = loader.dataset
@@ -127,7 +164,7 @@ class PreparedLoader:
         self.sampler, self.batch_sampler = loader.sampler, loader.batch_sampler
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
         self.balancer = place.balancer(config, ahead + 2)
-        self._shares = Shares(loader.batch_sampler, self.balancer, place)
+        self._shares = Shares(loader.batch_sampler, self.balancer, place, self._by_cost(config, cost))
         kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
         self._generator = apart(0, place.data.index)
         self._stream: WholeBatches | None = None
@@ -147,6 +184,19 @@ class PreparedLoader:
         self._current_batch: CurrentBatch | None = None
         self._began = self._ordered = place.random.held()
         self._resumed: tuple[Tensor, Tensor] | None = None
+
+    def _by_cost(self, config: RunConfig, cost: Cost | None) -> CostDivision | None:
+        """Returns how batches are divided by cost; None without costs. A collective call."""
+        if cost is not None and isinstance(self.dataset, IterableDataset):
+            raise ConfigurationError(
+                "cost=... gives a cost for each index of the data, and an iterable data set has none: leave it out, or "
+                "make batches of about the same cost"
+            )
+        costs = agreed_costs(cost, self.dataset, self._place.session.control, "cost=...")
+        ranks, balancer = self._place.data.degree, self.balancer
+        return (
+            None if costs is None or ranks == 1 else cost_division(costs, config, ranks, balancer.fractions)
+        )
 
     def __len__(self) -> int:
         return len(self.given)
@@ -201,8 +251,7 @@ class PreparedLoader:
                 yield marked(
                     map_leaves(lambda leaf: move(leaf, place.session.device, True), found), current_batch
                 )
-            seconds = place.finish(current_batch)
-            self.balancer.observe(shares.step - len(shares.drawn) - 1, current_batch.batch.shares, seconds)
+            shares.observe(current_batch, place.finish(current_batch))
         self._handed_out = 0
         shares.epoch += 1
 

@@ -104,7 +104,7 @@ def _graph_of(total: Tensor, place: LoopState) -> int:
 def _exchanged(
     place: LoopState, code: object, value: float, number: float, graph: int = _NONE
 ) -> list[list[float]]:
-    mark = place.current_batch("").mark
+    mark = place.current_batch("").agreed
     rows = place.exchange("the loss", mark, value, number, 4 * _code(code) + graph)
     check_marks([row[0] for row in rows])
     if len({row[3] // 4 for row in rows}) > 1:

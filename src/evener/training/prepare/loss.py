@@ -166,7 +166,7 @@ class OverAll:
         others = digest_of([plain_of(leaf) for leaf in leaves_of(given) if not _has_rows(leaf, rows)])
         fits = bool(rows) and not current_batch.dim and not rows % len(current_batch.micro.samples)
         said = place.session.control.gather_objects(
-            (kinds, others, fits, rows * current_batch.micro.weight, current_batch.mark)
+            (kinds, others, fits, rows * current_batch.micro.weight, current_batch.agreed)
         )
         check_marks([each[4] for each in said])
         name = _name(self.function)

@@ -22,6 +22,7 @@ from evener.core.config.run_config import RunConfig
 from evener.core.did_you_mean import did_you_mean
 from evener.core.losses.torch_losses import is_sum, is_torch_loss
 from evener.core.plugins import kind_of
+from evener.core.task.task import Cost
 from evener.distributed.loop_watch import loop_watch
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError
@@ -76,20 +77,26 @@ class _CurrentPreparation:
 
 
 @overload
-def prepare(a: _A, /, **settings: Unpack[LoopSettings]) -> _A: ...
-@overload
-def prepare(a: _A, b: _B, /, **settings: Unpack[LoopSettings]) -> tuple[_A, _B]: ...
-@overload
-def prepare(a: _A, b: _B, c: _C, /, **settings: Unpack[LoopSettings]) -> tuple[_A, _B, _C]: ...
-@overload
-def prepare(a: _A, b: _B, c: _C, d: _D, /, **settings: Unpack[LoopSettings]) -> tuple[_A, _B, _C, _D]: ...
+def prepare(a: _A, /, *, cost: Cost | None = None, **settings: Unpack[LoopSettings]) -> _A: ...
 @overload
 def prepare(
-    a: _A, b: _B, c: _C, d: _D, e: _E, /, **settings: Unpack[LoopSettings]
+    a: _A, b: _B, /, *, cost: Cost | None = None, **settings: Unpack[LoopSettings]
+) -> tuple[_A, _B]: ...
+@overload
+def prepare(
+    a: _A, b: _B, c: _C, /, *, cost: Cost | None = None, **settings: Unpack[LoopSettings]
+) -> tuple[_A, _B, _C]: ...
+@overload
+def prepare(
+    a: _A, b: _B, c: _C, d: _D, /, *, cost: Cost | None = None, **settings: Unpack[LoopSettings]
+) -> tuple[_A, _B, _C, _D]: ...
+@overload
+def prepare(
+    a: _A, b: _B, c: _C, d: _D, e: _E, /, *, cost: Cost | None = None, **settings: Unpack[LoopSettings]
 ) -> tuple[_A, _B, _C, _D, _E]: ...
 @overload
-def prepare(*objects: Any, **settings: Unpack[LoopSettings]) -> Any: ...
-def prepare(*objects: Any, **settings: Unpack[LoopSettings]) -> Any:
+def prepare(*objects: Any, cost: Cost | None = None, **settings: Unpack[LoopSettings]) -> Any: ...
+def prepare(*objects: Any, cost: Cost | None = None, **settings: Unpack[LoopSettings]) -> Any:
     """Makes a training loop written for one device run on all ranks: the same training, at the sum of their speeds.
 
     ::
@@ -108,6 +115,9 @@ def prepare(*objects: Any, **settings: Unpack[LoopSettings]) -> Any:
         objects: Models, optimizers, DataLoaders, schedulers and losses in any order. A loss is a PyTorch module or
             function, an :class:`evener.Loss`, or a function of outputs and targets that returns the mean over its
             samples. A later call adds to this one; one with other settings, or with a model given before, starts anew.
+        cost: What each sample of the data of the call's DataLoader costs, such as its number of tokens: a function of
+            its index, a sequence, or the name of a column or attribute of the data set. A rank's share is then a part
+            of the cost of a batch.
         settings: Settings of the run, such as ``balance="auto"``, ``device="cpu"``, ``allreduce`` or ``seed``.
 
     Returns:
@@ -125,13 +135,16 @@ def prepare(*objects: Any, **settings: Unpack[LoopSettings]) -> Any:
     kinds = [_kind(thing) for thing in given]
     models = [thing for thing, kind in zip(given, kinds, strict=True) if kind == "model"]
     optimizers = [thing for thing, kind in zip(given, kinds, strict=True) if kind == "optimizer"]
+    _check_cost(cost, kinds.count("loader"))
     place = _place_of(models, given, dict(settings))
     _check_optimizers(optimizers, models, place)
     functions = [thing for thing, kind in zip(given, kinds, strict=True) if kind in ("loss", "scheduler")]
     agree_on_functions(functions, place.session)
     made = iter(place.models[len(place.models) - len(models) :])
     found = [
-        loop_watch().prepared(kind, thing, next(made) if kind == "model" else _prepared(thing, kind, place))
+        loop_watch().prepared(
+            kind, thing, next(made) if kind == "model" else _prepared(thing, kind, place, cost)
+        )
         for thing, kind in zip(given, kinds, strict=True)
     ]
     return found[0] if len(found) == 1 else tuple(found)
@@ -324,9 +337,18 @@ def _check_optimizers(
         agree_on_optimizer(optimizer, None, place.learner.names, place.session)
 
 
-def _prepared(thing: Any, kind: str, place: LoopState) -> Any:
+def _check_cost(cost: Cost | None, loaders: int) -> None:
+    """Raises ConfigurationError if it is not known whose costs these are."""
+    if cost is not None and (loaders == 0 or (loaders > 1 and not isinstance(cost, str))):
+        raise ConfigurationError(
+            f"cost=... is of the samples of one DataLoader, and this call of evener.prepare has {loaders or 'none'}: "
+            "give it in the call with the loader of the training, or the name of a column that the data of all have"
+        )
+
+
+def _prepared(thing: Any, kind: str, place: LoopState, cost: Cost | None) -> Any:
     if kind == "loader":
-        return PreparedLoader(thing, _CurrentPreparation.config, place)
+        return PreparedLoader(thing, _CurrentPreparation.config, place, cost)
     if kind == "loss":
         return OverAll(thing, place)
     return thing
