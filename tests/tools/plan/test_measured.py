@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from evener.tools.plan.candidates import Candidate
 from evener.tools.plan.costs import step_time
-from evener.tools.plan.measured import OF_ALL, costs_of, line_through, repeat_spread, spread_of
-from evener.tools.plan.trials import Trial
+from evener.tools.plan.measured import OF_ALL, costs_of, line_through, repeat_spread, spread_of, undisturbed
+from evener.tools.plan.trials import DISTURBED, Trial, steady
 
 numbers = st.floats(0.0, 1.0)
 sizes = st.lists(st.integers(1, 1000), min_size=2, max_size=5, unique=True)
@@ -92,3 +92,20 @@ def test_the_difference_of_two_trials_has_no_direction() -> None:
     one, other = trial(8, 1.0, (0.9,)), trial(8, 1.1, (0.9,))
     assert repeat_spread(one, other) == pytest.approx(math.log(1.1))
     assert repeat_spread(other, one) == pytest.approx(math.log(1.1))
+
+
+def test_disturbed_trials_do_not_count_and_make_a_prediction_less_certain() -> None:
+    quiet = [trial(12, 1.0, (0.9,)), trial(48, 4.0, (3.9,)), trial(12, 1.05, (0.95,)), trial(48, 4.0, (3.9,))]
+    disturbed = [*quiet[:3], trial(48, 7.0, (6.9,))]
+    assert undisturbed(quiet) == quiet
+    assert undisturbed(disturbed) == quiet[:3]
+    assert costs_of(disturbed, 0.0).compute == costs_of(quiet[:3], 0.0).compute
+    assert costs_of(disturbed, 0.0).spread > costs_of(quiet, 0.0).spread
+
+
+@given(st.lists(st.floats(0.9, 1.3), min_size=1, max_size=4))
+def test_what_took_different_times_is_not_steady(times: list[float]) -> None:
+    trials = [trial(12, each, (each,)) for each in times]
+    found = steady([*trials, trial(48, 4.0, (3.9,))])
+    assert (Candidate(1, "ddp"), 48) in found
+    assert ((Candidate(1, "ddp"), 12) in found) == (max(times) <= (1 + DISTURBED) * min(times))

@@ -9,7 +9,7 @@ from statistics import mean, median, pstdev
 
 from evener.balance.time_model import Line
 from evener.tools.plan.costs import StepCosts, part_of
-from evener.tools.plan.trials import Trial
+from evener.tools.plan.trials import DISTURBED, Trial
 
 OF_ALL = 4
 """The number of differences between trials of one candidate that those of all candidates together weigh as much as."""
@@ -22,6 +22,7 @@ def costs_of(trials: Sequence[Trial], spread: float) -> StepCosts:
         spread: That of all candidates (`spread_of`). It counts as much as ``OF_ALL`` differences of this one, for few
             are known of each.
     """
+    repeats, trials = _repeats(trials), undisturbed(trials)
     ranks, parts = trials[0].candidate.ranks, len(trials[0].shares)
     compute = tuple(
         line_through([(_own(each, rank), each.compute[rank]) for each in trials]) for rank in range(ranks)
@@ -34,10 +35,19 @@ def costs_of(trials: Sequence[Trial], spread: float) -> StepCosts:
         parts,
         rest=line_through([(size, max(0.0, seconds)) for size, seconds in rest]),
         input=line_through(inputs),
-        spread=math.hypot(_root_mean_square([spread] * OF_ALL + _repeats(trials)), within),
+        spread=math.hypot(_root_mean_square([spread] * OF_ALL + repeats), within),
         setup=median(each.setup for each in trials),
         sizes=tuple(sorted({each.batch_size for each in trials})),
     )
+
+
+def undisturbed(trials: Sequence[Trial]) -> list[Trial]:
+    """Returns the trials of a candidate that are about as fast as the fastest with the same batch size."""
+    fastest = dict[int, Trial]()
+    for each in trials:
+        known = fastest.get(each.batch_size)
+        fastest[each.batch_size] = each if known is None or each.seconds < known.seconds else known
+    return [each for each in trials if each.seconds <= (1 + DISTURBED) * fastest[each.batch_size].seconds]
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> Line:

@@ -33,7 +33,9 @@ LEAST_STEPS, MOST_STEPS = 4, 40
 ROUNDS = 2
 """So often each trial is made, with all others in between. A machine is often slower for some seconds, and what is
 tried just then would look slower than the rest. In later rounds the fastest ways come first, as long as there is
-time."""
+time. What has taken different times is tried once more."""
+DISTURBED = 0.12
+"""A trial that takes longer by more than this than another that is the same was disturbed: others only slow it down."""
 TIMEOUT_SECONDS = 60.0
 NO_TIME = "there was no time to try it"
 
@@ -92,8 +94,8 @@ def run_trials(
         most_seconds: No further trial begins after this time.
 
     Returns:
-        The trials, each at most as often as there are rounds, refusals, and the times of all-reduces if ``ddp`` was
-        tried with the default one.
+        The trials, each at most once more often than there are rounds, refusals, and the times of all-reduces if
+        ``ddp`` was tried with the default one.
 
     Raises:
         RankError: If a rank died.
@@ -118,9 +120,13 @@ def _on_rank(
     began, timed = time.perf_counter(), config.allreduce is None and config.compress is None
     with Session(device=config.device, timeout_seconds=TIMEOUT_SECONDS) as session, quiet():
         timed &= session.inner_backend is None
-        for _ in range(ROUNDS):
-            paces = session.control.broadcast_object({each.candidate: each.pace for each in found})
-            for candidate, batch_size in sorted(asked, key=lambda pair: paces.get(pair[0], 0.0)):
+        for number in range(ROUNDS + 1):
+            paces, wanted = {each.candidate: each.pace for each in found}, asked
+            if number == ROUNDS:
+                unlike = {(each.candidate, each.batch_size) for each in found} - steady(found)
+                wanted = [pair for pair in dict.fromkeys(asked) if pair in unlike]
+            paces, wanted = session.control.broadcast_object((paces, wanted))
+            for candidate, batch_size in sorted(wanted, key=lambda pair: paces.get(pair[0], 0.0)):
                 if session.control.broadcast_object(time.perf_counter() - began) > most_seconds:
                     refused.setdefault(candidate, NO_TIME)
                 if candidate not in refused:
@@ -136,6 +142,14 @@ def _on_rank(
     tried = {each.candidate for each in found}
     late = {each for each, reason in refused.items() if reason == NO_TIME and each in tried}
     return [*found, *(Refusal(*each) for each in refused.items() if each[0] not in late), *sums]
+
+
+def steady(trials: Sequence[Trial]) -> set[tuple[Candidate, int]]:
+    """Returns the candidates and batch sizes whose trials have all taken about the same time."""
+    times = dict[tuple[Candidate, int], list[float]]()
+    for each in trials:
+        times.setdefault((each.candidate, each.batch_size), []).append(each.seconds)
+    return {pair for pair, found in times.items() if max(found) <= (1 + DISTURBED) * min(found)}
 
 
 @contextmanager
