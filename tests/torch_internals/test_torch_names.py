@@ -31,6 +31,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from evener.distributed.loopback import OneMachine
@@ -115,7 +116,7 @@ def test_a_step_without_hooks_is_the_same() -> None:
         optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
         optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
         optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-        of_all = torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: calls.append("of all"))
+        of_all = register_optimizer_step_pre_hook(lambda *_: calls.append("of all"))
         torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
         weight.grad = torch.ones(2)
         names.step_without_hooks(optimizer)

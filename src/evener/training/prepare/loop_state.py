@@ -138,12 +138,9 @@ class LoopState:
         Args:
             ahead: The number of batches that may be drawn before the times of the first are known.
         """
-        divides = (
-            self.data.degree > 1 or self.world_size == 1
-        )  # else weights are those of the parts of the model
-        return balancer_called(
-            config.balance or "equal" if divides else "equal", config, self.data.degree, ahead
-        )
+        divides = self.data.degree > 1 or self.world_size == 1  # else weights are of the parts of the model
+        name = config.balance or "equal" if divides else "equal"
+        return balancer_called(name, config, self.data.degree, ahead)
 
     @property
     def outputs(self) -> list[Tensor]:
