@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,8 +87,8 @@ def test_epochs_and_seeds_shuffle_shards_and_windows() -> None:
     assert sorted(plain) == sorted(first)
 
 
-@pytest.mark.parametrize("options", [{"together": 0}, {"window": -1}])
-def test_options_that_give_no_order_are_refused(options: dict[str, int]) -> None:
+@pytest.mark.parametrize("options", [{"together": 0}, {"window": -1}, {"together": 2.0}, {"window": "3"}])
+def test_options_that_give_no_order_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="give no order of shards"):
         ShardOrder(3, lengths=(3,), **options)
 

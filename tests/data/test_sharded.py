@@ -228,6 +228,7 @@ def test_a_data_loader_draws_the_batches_of_an_epoch() -> None:
         ([], "the list of shards is empty"),
         (["a", "b", "a"], "listed twice, so that their samples would count twice: a;"),
         ("file.txt", "shards is a str: give a list"),
+        ({"a": 1}, "shards is a dict: give a list"),
         (itertools.cycle("ab"), "shards is a cycle: give a list"),
     ],
 )

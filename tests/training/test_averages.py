@@ -268,6 +268,10 @@ def test_a_run_may_begin_or_leave_out_an_average_when_it_goes_on(tmp_path: Path)
     with engine_of("plain", None) as engine:
         engine.load(tmp_path / "with", said.append)
         assert said[1:] == ["the checkpoint's average of the weights is left out: the task has none"]
+    with engine_of("plain", evener.ema(0.9)) as engine:
+        engine.load(tmp_path / "with", said.append)
+        now, before = "exponential moving average, decay 0.9", "mean of the weights after the first 2"
+        assert said[2:] == [f"the average of the weights goes on as {now}, and was begun as {before}"]
 
 
 def kept_task(instead: bool = False) -> Task:

@@ -120,11 +120,13 @@ class WeightAverage:
 
     # State
 
-    def state_dict(self) -> dict[str, int] | None:
-        """Returns the counts, the same on all ranks. None if no average is kept."""
-        return None if self.how is None else {"updates": self.updates, "number": self.number}
+    def state_dict(self) -> dict[str, Any] | None:
+        """Returns the counts, the same on all ranks, and what is averaged. None if no average is kept."""
+        if self.how is None:
+            return None
+        return {"updates": self.updates, "number": self.number, "how": self.how.words}
 
-    def load_state_dict(self, state: Mapping[str, int] | None, steps: int) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | None, steps: int) -> None:
         """Takes over saved counts. If there are none, averaging begins after ``steps`` steps."""
         self.updates, self.number = (state["updates"], state["number"]) if state else (steps, 0)
 

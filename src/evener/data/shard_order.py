@@ -56,10 +56,11 @@ class ShardOrder(Order):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.together < 1 or self.window < 0:
+        numbers = self.together, self.window
+        if not all(type(each) is int for each in numbers) or self.together < 1 or self.window < 0:
             raise ConfigurationError(
-                f"together={self.together} and window={self.window} give no order of shards: together must be at "
-                "least 1, and window at least 0"
+                f"together={self.together} and window={self.window} give no order of shards: together must be "
+                "an integer of at least 1, and window one of at least 0"
             )
 
     @classmethod

@@ -14,7 +14,7 @@ import os
 import time
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate
@@ -295,7 +295,9 @@ def _closed(source: Any) -> Iterator[Any]:
 
 def _checked(shards: Any) -> tuple[list[Any], list[str]]:
     """Returns the keys and names of the shards."""
-    if isinstance(shards, str | bytes) or not (hasattr(shards, "__len__") and hasattr(shards, "__getitem__")):
+    if isinstance(shards, str | bytes | Mapping) or not (
+        hasattr(shards, "__len__") and hasattr(shards, "__getitem__")
+    ):
         raise ConfigurationError(
             f"shards is a {type(shards).__name__}: give a list of the keys of all shards, such as "
             "sorted(glob('*.tar'))"

@@ -208,7 +208,7 @@ class RunState:
             draw_on(drawn, session.device)
         if session.rank == 0:
             self._tell_of_settings(found.rest["settings"], tell)
-            self._tell_of_average(found.rest.get("averaged") is not None, tell)
+            self._tell_of_average(found.rest.get("averaged"), tell)
 
     def _after(self, found: checkpoint.StoredCheckpoint) -> dict[str, Any]:
         """Returns the state kept after the evaluation of a checkpoint's weights; empty if there was none."""
@@ -243,12 +243,14 @@ class RunState:
             average.load(found.average(self._learner.held_state()), None)
             average.load_state_dict(found.rest.get("averaged"), 0)
 
-    def _tell_of_average(self, was_kept: bool, tell: Callable[[str], object]) -> None:
-        is_kept = self._learner.average.how is not None
-        if is_kept and not was_kept:
+    def _tell_of_average(self, saved: Mapping[str, Any] | None, tell: Callable[[str], object]) -> None:
+        how = self._learner.average.how
+        if how is not None and saved is None:
             tell("the checkpoint has no average of the weights: it begins here")
-        if was_kept and not is_kept:
+        if saved is not None and how is None:
             tell("the checkpoint's average of the weights is left out: the task has none")
+        if saved is not None and how is not None and saved.get("how", how.words) != how.words:
+            tell(f"the average of the weights goes on as {how.words}, and was begun as {saved['how']}")
 
     def _tell_of_settings(self, saved: Mapping[str, Any], tell: Callable[[str], object]) -> None:
         here = self._config.as_dict()
