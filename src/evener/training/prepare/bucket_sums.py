@@ -109,14 +109,25 @@ class BucketSums:
         with waiting(), named_range("all_reduce bucket", number):
             self._sent.append((flat, self._all_reduce(flat, key_of(bucket))))
 
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Sends what is left, waits, and gives the parameters the sums."""
+    def send_rest(self) -> int:
+        """Sends what is left. Returns the number of parameters that no pass on this rank has reached."""
         while len(self._sent) < len(self._buckets):
             self._send()
+        return sum(parameter.grad is None for parameter in self._place)
+
+    @torch.no_grad()
+    def finish(self, are_all_reached: bool) -> None:
+        """Waits, and gives the parameters the sums.
+
+        Args:
+            are_all_reached: True if each rank has a gradient of each parameter. Otherwise the host reads which have
+                any.
+        """
         for bucket, (flat, work) in zip(self._buckets, self._sent, strict=True):
             with waiting():
                 work.wait()
+            if are_all_reached:
+                continue
             *sums, present = _split(flat, bucket)
             for parameter, total, is_there in zip(bucket, sums, present.tolist(), strict=True):
                 if is_there and parameter.grad is None:

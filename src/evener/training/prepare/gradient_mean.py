@@ -213,8 +213,7 @@ class MeanOfRanks:
             return
         try:
             if self._buckets is not None and self._buckets.is_under_way:
-                self._buckets.finish()
-                self._exchange_roots(0, 0)
+                self._finish_buckets(self._buckets)
                 for parameter in self._buckets.parameters:
                     set_mark(parameter, WHOLE)
             else:
@@ -230,6 +229,15 @@ class MeanOfRanks:
         self._lacking.clear()
         self._hooks.call(lambda parameter: set_mark(parameter, WHOLE))
         self.shown.show()
+
+    def _finish_buckets(self, buckets: BucketSums) -> None:
+        absent = buckets.send_rest()
+        try:
+            rows = self._exchange_roots(0, absent)
+        except ConfigurationError:
+            buckets.finish(False)  # the other ranks have sent theirs, too
+            raise
+        buckets.finish(not any(row[1] for row in rows))
 
     def _exchange_roots(self, mask: int, absent: int) -> list[list[float]]:
         """Exchanges and checks the roots of all passes since the last sum. Returns the rows of all ranks.
