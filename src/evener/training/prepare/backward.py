@@ -17,6 +17,7 @@ from torch import Tensor
 
 from evener.components.sharded_tensor.local import is_divided
 from evener.errors import ConfigurationError
+from evener.hardware.async_read import Readout, read_now
 from evener.nn.attention_dispatch import attending
 from evener.training.prepare.delayed_hooks import OF_WEIGHTS
 from evener.training.prepare.loop_state import LoopState
@@ -109,14 +110,14 @@ def several(tensors: Any) -> tuple[Any, ...]:
     return (tensors,) if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable) else tuple(tensors)
 
 
-def value_of(roots: Sequence[Tensor], given: Any) -> tuple[float, float]:
-    """Returns the root of a pass, and the relative tolerance for rounding differences between ranks."""
+def value_of(roots: Sequence[Tensor], given: Any) -> tuple[list[Readout], float]:
+    """Returns the terms of a pass's root, and the relative tolerance for rounding differences between ranks."""
     found = (None,) * len(roots) if given is None else several(given)
     terms = [
-        float((root.detach() if weight is None else root.detach() * weight.detach()).sum().real)
+        read_now((root.detach() if weight is None else root.detach() * weight.detach()).sum().real)
         for root, weight in zip(roots, found, strict=True)
     ]
-    return sum(terms), max(torch.finfo(root.dtype).eps for root in roots) * _ROUNDINGS
+    return terms, max(torch.finfo(root.dtype).eps for root in roots) * _ROUNDINGS
 
 
 def _begun(roots: Sequence[Any], given: Any, factor: float) -> list[Tensor | None]:

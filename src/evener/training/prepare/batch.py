@@ -25,6 +25,7 @@ from evener.training.prepare.current_batch import CurrentBatch
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.prepare import current, settings
 from evener.training.prepare.sample_tensor import leaves_of
+from evener.training.prepare.soundness import runs_behind
 
 _AHEAD = 2
 _DIFFERENT = (
@@ -44,8 +45,9 @@ class Batches:
 
     def __init__(self, config: RunConfig, place: LoopState) -> None:
         self._place = place
-        self.balancer = place.balancer(config, _AHEAD)
+        self.balancer = place.balancer(config, _AHEAD + runs_behind(place.session))
         self.step = 0
+        self._untimed: CurrentBatch | None = None
 
     @contextmanager
     def one(self, made: Any, dim: int) -> Iterator[Any]:
@@ -58,11 +60,14 @@ class Batches:
         if other:
             raise ConfigurationError(_DIFFERENT.format(rank=other[0]))
         current_batch, own = self._current_batch(size, mark, dim)
-        step, self.step = self.step, self.step + 1
+        self.step += 1
         part = place.cut(map_leaves(partial(self._part, own, dim), made), current_batch)
         with place.at(current_batch):
             yield marked(part, current_batch)
-        self.balancer.observe(step, current_batch.batch.shares, place.finish(current_batch))
+        timed, self._untimed = (self._untimed if runs_behind(place.session) else current_batch), current_batch
+        seconds = place.finish(current_batch, timed)
+        if timed is not None:
+            self.balancer.observe(timed.step, timed.batch.shares, seconds)
 
     def _current_batch(self, size: int, mark: float, dim: int) -> tuple[CurrentBatch, slice]:
         shares = self.balancer.shares(self.step, size)
@@ -71,7 +76,7 @@ class Batches:
         own = own_slice(shares, part) if counts else slice(0, 1)
         micro = MicroBatch(None, None, torch.arange(own.start, own.stop), int(counts))
         batch = Batch(0, self.step, self.step * size, size, tuple(shares), [micro], last=False)
-        return CurrentBatch(batch, mark, dim=dim), own
+        return CurrentBatch(batch, mark, self.step, dim=dim), own
 
     def _part(self, own: slice, dim: int, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

@@ -31,6 +31,7 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
         CheckpointError: If the file could not be written; on all ranks.
     """
     place = current("evener.save")
+    place.mean.settle()
     _watch_optimizers(objects, place)
     states = {name: thing.state_dict() for name, thing in objects.items() if hasattr(thing, "state_dict")}
     values = {name: thing for name, thing in objects.items() if name not in states}

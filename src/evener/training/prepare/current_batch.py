@@ -19,6 +19,8 @@ class CurrentBatch:
     """This rank's share, and what all ranks know of the whole batch, without the samples themselves."""
     mark: float
     """Number that identifies the batch. It is the same on all ranks if they have the same samples."""
+    step: int = 0
+    """The number of the batch among those of its loader, over all epochs."""
     worked: Readout | None = None
     """Seconds of this rank's own work at the end of the last backward pass with it. None before the first."""
     versions: list[tuple[int, int]] = field(default_factory=list)

@@ -38,6 +38,7 @@ from evener.training.prepare.batch_tensors import marked
 from evener.training.prepare.current_batch import CurrentBatch
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.rng import apart
+from evener.training.prepare.soundness import runs_behind
 from evener.training.prepare.stream import WholeBatches
 
 _KEPT = (
@@ -89,7 +90,7 @@ class Shares:
             mark = zlib.crc32(repr(indices).encode(), mark)
             if index >= skip and indices:
                 batch, own = self._share(indices, index, position)
-                self.drawn.append(CurrentBatch(batch, float(mark)))
+                self.drawn.append(CurrentBatch(batch, float(mark), self.step - 1))
                 yield own
             position += len(indices)
 
@@ -100,7 +101,7 @@ class Shares:
             if index >= skip:
                 batch, own = self._share(list(range(position, position + len(items))), index, position)
                 mark = zlib.crc32(f"{index} {len(items)} {digest}".encode())
-                self.drawn.append(CurrentBatch(batch, float(mark)))
+                self.drawn.append(CurrentBatch(batch, float(mark), self.step - 1))
                 yield collate([items[number - position] for number in own])
 
     def _share(self, indices: list[Any], index: int, position: int) -> tuple[Batch, list[Any]]:
@@ -119,8 +120,8 @@ class Shares:
         return Batch(*place, tuple(shares), [micro], last=False, costs=costs), own
 
     def observe(self, current: CurrentBatch, seconds: Sequence[float]) -> None:
-        """Tells the balancer the seconds that the parts of the last batch took that the loop has computed with."""
-        step, batch = self.step - len(self.drawn) - 1, current.batch
+        """Tells the balancer the seconds that the parts of a batch took."""
+        step, batch = current.step, current.batch
         if self._by_cost is None:
             self._balancer.observe(step, batch.shares, seconds)
         else:
@@ -163,7 +164,7 @@ class PreparedLoader:
         self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
         self.sampler, self.batch_sampler = loader.sampler, loader.batch_sampler
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
-        self.balancer = place.balancer(config, ahead + 2)
+        self.balancer = place.balancer(config, ahead + 2 + runs_behind(place.session))
         self._shares = Shares(loader.batch_sampler, self.balancer, place, self._by_cost(config, cost))
         kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
         self._generator = apart(0, place.data.index)
@@ -182,6 +183,7 @@ class PreparedLoader:
             self._reader: DataLoader[Any] = DataLoader(generator=self._generator, **drawn, **kept)
         self._handed_out = self._passes = 0
         self._current_batch: CurrentBatch | None = None
+        self._untimed: CurrentBatch | None = None
         self._began = self._ordered = place.random.held()
         self._resumed: tuple[Tensor, Tensor] | None = None
 
@@ -251,7 +253,13 @@ class PreparedLoader:
                 yield marked(
                     map_leaves(lambda leaf: move(leaf, place.session.device, True), found), current_batch
                 )
-            shares.observe(current_batch, place.finish(current_batch))
+            timed, self._untimed = (
+                (self._untimed if runs_behind(place.session) else current_batch),
+                current_batch,
+            )
+            seconds = place.finish(current_batch, timed)
+            if timed is not None:
+                shares.observe(timed, seconds)
         self._handed_out = 0
         shares.epoch += 1
 

@@ -14,7 +14,6 @@ without a mark, set by the loop itself, must be the same on all ranks, and is co
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
@@ -29,7 +28,8 @@ from evener.components import gradients
 from evener.components.sharded_tensor.local import is_divided
 from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.distributed.mesh import DIVIDING_TERMS
-from evener.errors import ConfigurationError, DivergenceError
+from evener.errors import ConfigurationError
+from evener.hardware.async_read import Readout
 from evener.strategies.learner import Learner
 from evener.strategies.reducer import all_reduce_of, sum_in_buckets, sum_together
 from evener.torch_internals.autograd import version
@@ -46,10 +46,10 @@ from evener.training.prepare.gradient_mark import (
     set_mark,
 )
 from evener.training.prepare.gradient_part import ShownParts
-from evener.training.prepare.rank_checks import UNLIKE, WAY_OUT, check_factors, check_roots, check_trained
+from evener.training.prepare.pass_roots import PassRoots
+from evener.training.prepare.rank_checks import WAY_OUT, Exchange
+from evener.training.prepare.soundness import SoundnessCheck
 
-Exchange = Callable[..., list[list[float]]]
-"""Maps a reason and numbers to the numbers of all ranks."""
 _MOST_MODELS = 50
 """Limit for a bit mask of models that fits a float64."""
 
@@ -73,9 +73,8 @@ class MeanOfRanks:
         self._hooks = DelayedHooks(self._name)
         self._watched: list[RemovableHandle] = []
         self._buckets: BucketSums | None = None
-        self._root, self._tolerance = 0.0, 0.0
-        self.incoming = 0.0
-        """Sum of the gradients that passes brought to prepared losses."""
+        self.roots = PassRoots(exchange)
+        """The numbers from which passes began."""
         self.renew(learner, models)
 
     def renew(self, learner: Learner, models: Sequence[nn.Module]) -> None:
@@ -86,6 +85,9 @@ class MeanOfRanks:
             )
         self.close()
         self._learner = learner
+        self._soundness = SoundnessCheck(
+            lambda own: [row[0] for row in self._exchange("optimizer.step()", own)]
+        )
         self._models = [list(model.parameters()) for model in models]
         self._own = set(chain.from_iterable(self._models))
         specs = {p: shard_spec(p) for p in self._own if not is_divided(p)}
@@ -145,7 +147,7 @@ class MeanOfRanks:
 
     # A pass
 
-    def going(self, run: Callable[[float], None], root: float, tolerance: float) -> None:
+    def going(self, run: Callable[[float], None], root: Sequence[Readout], tolerance: float) -> None:
         """Runs a pass from ``root``, which all ranks have. The gradients that it leaves are this rank's part.
 
         Raises:
@@ -166,7 +168,7 @@ class MeanOfRanks:
         except BaseException:
             self._hooks.restore()
             raise
-        self._root, self._tolerance = self._root + root, max(self._tolerance, tolerance)
+        self.roots.add(root, tolerance)
         self._take_summed(empty)
         for parameter in summed_later:
             gradient, (older, number) = parameter.grad, before.get(parameter, (None, 0))
@@ -240,20 +242,7 @@ class MeanOfRanks:
         buckets.finish(not any(row[1] for row in rows))
 
     def _exchange_roots(self, mask: int, absent: int) -> list[list[float]]:
-        """Exchanges and checks the roots of all passes since the last sum. Returns the rows of all ranks.
-
-        Raises:
-            ConfigurationError: If the ranks' roots, factors or trained parameters differ.
-        """
-        trained = zlib.crc32(bytes(p.requires_grad for model in self._models for p in model))
-        own = float(mask), float(absent), float(trained), self._root, self.incoming
-        tolerance, self._root, self.incoming, self._tolerance = self._tolerance, 0.0, 0.0, 0.0
-        rows = self._exchange("the sum of gradients", *own)
-        tolerance = max(tolerance, UNLIKE) if self._learner.session.mixed else tolerance
-        check_roots([row[3] for row in rows], tolerance)
-        check_factors([row[4] * self._ranks for row in rows], tolerance)
-        check_trained([row[2] for row in rows])
-        return rows
+        return self.roots.compare(mask, absent, self._models, self._ranks, self._learner.session.mixed)
 
     def _chosen(self) -> list[list[nn.Parameter]]:
         """Returns, for each model that a pass reached on any rank, the parameters with a gradient on any rank."""
@@ -292,10 +281,14 @@ class MeanOfRanks:
 
     @torch.no_grad()
     def returned(
-        self, found: Sequence[Tensor | None], inputs: Sequence[Tensor], root: float, tolerance: float
+        self,
+        found: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
+        root: Sequence[Readout],
+        tolerance: float,
     ) -> None:
         """Sums the gradients of parameters that ``torch.autograd.grad`` has returned. A collective call."""
-        self._root, self._tolerance = self._root + root, max(self._tolerance, tolerance)
+        self.roots.add(root, tolerance)
         own = [each for each, tensor in zip(found, inputs, strict=True) if self.owns(tensor)]
         self._exchange_roots(0, 0)
         said = self._anywhere([[each is not None for each in own]])[0] if own else []
@@ -378,23 +371,17 @@ class MeanOfRanks:
         return self._learner.names.get(parameter, "a parameter")
 
     def check_sound(self, parameters: Iterable[nn.Parameter], step: int) -> None:
-        """Checks the gradients before the update of step ``step``. A collective call if a rank has parts of some.
+        """Checks that the gradients before the update of step ``step`` are finite; see :class:`SoundnessCheck`."""
+        self._soundness.check(self._learner, parameters, step, self._are_parts)
 
-        Raises:
-            DivergenceError: If one is not finite, on all ranks alike.
-        """
+    def settle(self) -> None:
+        """Checks what was not known yet when it was to be. Waits for the device. A collective call."""
+        self._soundness.settle(self._learner, self._are_parts)
+
+    @property
+    def _are_parts(self) -> bool:
         learner = self._learner
-        learner.look_at(p for p in parameters if p in learner.names)
-        name, unsound = learner.unsound.name(), 0.0
-        if self._in_backward or learner.mesh.data.degree != learner.session.world_size:
-            unsound = float(1 + learner.names_in_order.index(name)) if name else 0.0
-            worst = int(max(row[0] for row in self._exchange("optimizer.step()", unsound)))
-            name = learner.names_in_order[worst - 1] if worst else None
-        if name is not None:
-            raise DivergenceError(
-                f"the gradient of {name} is not finite before the update of step {step}: the run stops here. Try a "
-                "lower learning rate or clip the gradients"
-            )
+        return bool(self._in_backward) or learner.mesh.data.degree != learner.session.world_size
 
     def close(self) -> None:
         """Releases the all-reduce, and removes hooks."""

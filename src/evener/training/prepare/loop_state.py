@@ -232,9 +232,9 @@ class LoopState:
             self._measured = None
             self.work_timer.__exit__(None)
 
-    def finish(self, batch: CurrentBatch) -> list[float]:
-        """Returns the seconds of own work with each part of the batch; NaN if nobody trained with it. All ranks must
-        call this together.
+    def finish(self, batch: CurrentBatch, timed: CurrentBatch | None) -> list[float]:
+        """Ends a batch. Returns the seconds of own work with each part of ``timed``; NaN if nobody trained with it. All
+        ranks must call this together.
 
         Raises:
             ConfigurationError: If gradients of this rank's samples alone are left, the ranks have different batches, or
@@ -242,7 +242,8 @@ class LoopState:
             DivergenceError: If ranks hold different weights or buffers.
         """
         self.mean.check_all_summed("the end of the batch")
-        own = batch.worked.value() or math.nan if batch.worked is not None and batch.samples else math.nan
+        worked = timed.worked if timed is not None and timed.samples else None
+        own = math.nan if worked is None else worked.value() or math.nan
         changed = self.learner.loose_buffers.versions() != batch.versions
         flags = float(changed), float(batch.is_crossed), float(self.learner.graphs.untold)
         held = self._replicas.own_row(self.learner, self.steps)
@@ -356,7 +357,7 @@ class LoopState:
                 "as they are after evener.prepare: call loss.backward()"
             )
         if gradient is not None:
-            self.mean.incoming += float(gradient)
+            self.mean.roots.came(gradient)
 
     def passed(self) -> None:
         """Ends a backward pass: sums the gradients over the ranks, unless ``no_sync`` delays that."""

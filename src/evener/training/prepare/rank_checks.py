@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from zlib import crc32
 
 from evener.errors import ConfigurationError
 
+Exchange = Callable[..., list[list[float]]]
+"""Maps a reason and numbers to the numbers of all ranks."""
 WAITS = (
     *("the loss", "the sum of gradients", "the end of a batch", "evener.gather", "a barrier", "a batch"),
     *(
