@@ -36,17 +36,24 @@ class SeenWeight(Tensor):
     Attributes:
         layer: The qualified name of its layer.
         form: A plain tensor of that shape, type and device, of one element that is expanded.
+        own: This rank's part, whose gradient a loop of the user's own may read if it knows that it is a part.
     """
 
     layer: str
     form: Tensor
+    own: Tensor | None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name == "__get__":
-            name = getattr(getattr(func, "__self__", None), "__name__", "")
-            is_answered = name in _ATTRIBUTES
+        if name in ("__get__", "__set__"):
+            is_read, name = name == "__get__", getattr(getattr(func, "__self__", None), "__name__", "")
+            is_answered = is_read and name in _ATTRIBUTES
+            if name == "grad" and (own := args[0].own) is not None:
+                if not is_read:
+                    own.grad = args[1]
+                if not is_read or type(own.grad) is not Tensor:
+                    return own.grad
         else:
             is_answered = name in _METHODS
         seen = [each for each in (*args, *kwargs.values()) if isinstance(each, SeenWeight)]
@@ -67,5 +74,5 @@ def seen(own: Tensor, shape: tuple[int, ...], layer: str) -> SeenWeight:
     part. It takes the memory of one element."""
     form = torch.empty((), dtype=own.dtype, device=own.device).expand(shape).requires_grad_(own.requires_grad)
     found = form.detach().as_subclass(SeenWeight)
-    found.layer, found.form = layer, form
+    found.layer, found.form, found.own = layer, form, own
     return found
