@@ -16,7 +16,7 @@ from evener.core.plugins import find
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
-PAGES = ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
+PAGES = ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md"]
 
 
 def read(name: str) -> Any:
@@ -83,7 +83,9 @@ def test_forms_are_those_of_github(form: Path) -> None:
     assert {"name", "description", "body"} == set(read_form)
     fields = [field["id"] for field in read_form["body"]]
     assert len(set(fields)) == len(fields)
-    assert all(field["type"] == "textarea" and field["attributes"]["label"] for field in read_form["body"])
+    assert all(
+        field["type"] in ("textarea", "input") and field["attributes"]["label"] for field in read_form["body"]
+    )
 
 
 @pytest.mark.parametrize("page", PAGES)

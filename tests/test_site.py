@@ -7,16 +7,20 @@ import dataclasses
 import inspect
 import pkgutil
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
 import evener.balance
 import evener.checkpoint
+import evener.errors
 import evener.hardware.memory
 import evener.nn
 import evener.strategies
 import evener.testing
+from evener.core.config.run_config import RunConfig
+from evener.core.records import RunSummary, StepRecord
 
 ROOT = Path(__file__).parents[1]
 SOURCES = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py")))
@@ -94,3 +98,45 @@ def test_what_is_public_is_explained(name: str) -> None:
             assert explained or metadata or re.search(rf"^\s*{field.name}\b", listed, re.M), (
                 f"{name}.{field.name}"
             )
+
+
+GENERATED = runpy.run_path(str(ROOT / "docs/generated.py"))
+
+
+def test_every_setting_is_on_the_page_of_settings() -> None:
+    listed = re.findall(r"^\| `(\w+)` \| `(.+?)` \| \S", GENERATED["settings_table"](), re.M)
+    assert dict(listed) == {field.name: repr(field.default) for field in dataclasses.fields(RunConfig)}
+
+
+def test_every_error_is_on_the_page_of_errors() -> None:
+    page = GENERATED["errors_list"]()
+    classes = [name for name, value in vars(evener.errors).items() if isinstance(value, type)]
+    assert set(re.findall(r"^## (\w+)$", page, re.M)) == {*classes}
+    assert page.count("<li>") > 800
+
+
+def test_messages_are_read_from_every_way_to_write_them() -> None:
+    words = GENERATED["_words"]
+    for written, read in {
+        "f'rank {rank} of ' f'{ranks}'": "rank ... of ...",
+        "'a ' + name + ' b'": "a ... b",
+        "text": "...",
+        "'it is ' 'so'": "it is so",
+    }.items():
+        assert words(ast.parse(written, mode="eval").body) == read
+
+
+def test_every_kind_of_record_is_on_the_page_of_files() -> None:
+    page = GENERATED["records_table"]()
+    assert set(re.findall(r'"kind": "(\w+)"', page)) == {
+        "note",
+        "skipped",
+        "memory",
+        "step",
+        "evaluation",
+        "decision",
+    }
+    fields = [field.name for field in dataclasses.fields(StepRecord)]
+    assert all(f"| `{name}` |" in page for name in fields)
+    summary = re.findall(r"^\| `(\w+)` \| `.+` \| .", GENERATED["summary_table"](), re.M)
+    assert summary == [field.name for field in dataclasses.fields(RunSummary)]

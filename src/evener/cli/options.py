@@ -32,7 +32,7 @@ RENDEZVOUS = {
     "master_addr": ("address of machine 0, for a static rendezvous", str),
     "master_port": ("port of machine 0, for a static rendezvous", int),
     "max_restarts": (
-        "after a rank has failed (default: 0, or those to spare)",
+        "restart up to N times after a failure (default: 0, or MAX - MIN)",
         int,
     ),
 }
