@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import html
+import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,11 +40,10 @@ def errors_list() -> str:
     tree = _tree("errors.py")
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     found = messages({node.name for node in classes})
-    parts = ["```text", *(_doc(tree).partition("::")[2].strip("\n").splitlines()[:-2]), "```"]
+    drawn = re.search(r"::\n\n((?:    .*\n)+)", _doc(tree))
+    parts = ["```text", textwrap.dedent(drawn[1] if drawn else "").rstrip(), "```"]
     for node in classes:
-        listed = "\n".join(
-            f"<li>{html.escape(each)}</li>" for each in sorted(found[node.name], key=str.lower)
-        )
+        listed = "\n".join(f"<li>{html.escape(each)}</li>" for each in sorted(found[node.name], key=_place))
         parts += ["", f"## {node.name}", "", _plain(_doc(node)), ""]
         parts += [f"<ul>\n{listed}\n</ul>", ""] if listed else []
     return "\n".join(parts)
@@ -58,6 +59,11 @@ def messages(classes: set[str]) -> dict[str, set[str]]:
                 if sum(map(str.isalpha, text)) > 3:
                     found[node.func.id].add(text)
     return found
+
+
+def _place(message: str) -> str:
+    """Where a message stands among others: by its first word, without signs and values before it."""
+    return message.lstrip("-. ").lower()
 
 
 def records_table() -> str:
