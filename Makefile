@@ -72,7 +72,7 @@ types: $(READY)
 # The documentation as a site, in build/site: no link or anchor may lead nowhere, and no word be misspelt.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
-	$(BIN)/codespell
+	$(BIN)/codespell *.md docs src examples benchmarks .github
 
 # What a package index would get, in dist: built, and its descriptions checked.
 package: $(READY)
