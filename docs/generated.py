@@ -30,7 +30,15 @@ def settings_table() -> str:
             for name in names
         ]
         parts.append(
-            "\n".join([f"## {title.capitalize()}", "", "| setting | default | |", "|---|---|---|", *rows])
+            "\n".join(
+                [
+                    f"## {title[0].upper() + title[1:]}",
+                    "",
+                    "| setting | default | meaning |",
+                    "|---|---|---|",
+                    *rows,
+                ]
+            )
         )
     return "\n\n".join(parts)
 
@@ -121,7 +129,7 @@ def _fields(node: ast.ClassDef) -> str:
         for field, text in _explained(node)
         if "ClassVar" not in ast.unparse(field.annotation)
     ]
-    return "\n".join(["| field | type | |", "|---|---|---|", *rows])
+    return "\n".join(["| field | type | meaning |", "|---|---|---|", *rows])
 
 
 def _explained(node: ast.ClassDef) -> Iterator[tuple[ast.AnnAssign, str]]:

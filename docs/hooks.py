@@ -112,7 +112,7 @@ def on_page_content(html: str, **_: Any) -> str:
     of a table's head is no head, and a head of such cells is none, for those who hear the page.
     """
     html = re.sub(r"<thead>\s*<tr>(?:\s*<th[^>]*></th>)+\s*</tr>\s*</thead>", "", html)
-    html = re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
+    html = re.sub(r"<th[^>]*></th>", '<td style="border-top: 0"></td>', html)
     places = set(re.findall(r'id="(evener\.[\w.]+)"', html))
 
     def led(match: re.Match[str]) -> str:
