@@ -133,9 +133,7 @@ class RunConfig:
     max_shares: str | None = option(
         None, "most samples of each rank in a batch, such as 64,- (- for no limit)", metavar="N0,N1,..."
     )
-    share_multiple_of: int = option(
-        1, "round shares to multiples of N; one rank takes the remainder", metavar="N"
-    )
+    share_multiple_of: int = option(1, "round shares to multiples of N; one rank takes the rest", metavar="N")
     throttle: str | None = option(
         None,
         "EMULATE unequal devices: each rank sleeps until it is as slow as this fraction of its speed, such as 1,0.5",
@@ -197,8 +195,7 @@ class RunConfig:
     )
     compile: str | None = option(
         None,
-        "use torch.compile: blocks that the model repeats, the whole model, or auto (if no value is given): "
-        "blocks where there are any",
+        "use torch.compile: repeated blocks, the whole model, or auto (if no value is given): blocks if there are any",
         choices=COMPILE,
         without_value="auto",
     )
@@ -230,13 +227,12 @@ class RunConfig:
     )
     offload: str | None = option(
         None,
-        "move to host memory until it is needed: optimizer (its state), activations (what forward "
-        "saves for backward), or both with a comma",
+        "move to host memory until needed: optimizer (state), activations (saved for backward), or both with a comma",
         metavar="WHAT",
     )
     offload_to: Path | None = option(
         None,
-        "where --offload keeps it: files in DIR (default: the host's memory, for ranks on a GPU)",
+        "where --offload moves it: files in DIR (default: the host's memory, for ranks on a GPU)",
         metavar="DIR",
     )
     optimizer_state: str | None = option(
