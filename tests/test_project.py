@@ -50,6 +50,17 @@ def test_the_workflow_tries_the_versions_of_the_makefile() -> None:
     assert matrix["python"][0] == oldest[1]
 
 
+def test_a_release_is_built_and_checked_and_needs_no_secret() -> None:
+    jobs = read(".github/workflows/package.yml")["jobs"]
+    assert "make package" in [step.get("run") for step in jobs["build"]["steps"]]
+    assert jobs["publish"]["needs"] == "build"
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    recipe = (ROOT / "Makefile").read_text().partition("\npackage:")[2].partition("\n\n")[0]
+    assert "build\n" in recipe
+    assert "twine check --strict" in recipe
+    assert not [path for path in (ROOT / ".github/workflows").iterdir() if "secrets." in path.read_text()]
+
+
 def test_the_metadata_say_what_is_supported() -> None:
     versions = read(".github/workflows/tests.yml")["jobs"]["versions"]["strategy"]["matrix"]["python"]
     named = {f"Programming Language :: Python :: {version}" for version in versions}
