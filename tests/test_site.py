@@ -9,6 +9,7 @@ import pkgutil
 import re
 import runpy
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -76,6 +77,22 @@ def test_the_reference_has_what_users_import() -> None:
     wanted = {name: pkgutil.resolve_name(name) for name in public | imported_by_users()}
     missing = [name for name, value in wanted.items() if not any(value is each for each in covered)]
     assert not [name for name in missing if not isinstance(wanted[name], str | int)]
+
+
+@pytest.mark.parametrize(
+    "picture", sorted((ROOT / "docs/pictures").glob("*.svg")), ids=lambda path: path.stem
+)
+def test_a_picture_is_shown_and_says_what_it_shows(picture: Path) -> None:
+    drawn = ElementTree.parse(picture).getroot()
+    assert drawn.tag == "{http://www.w3.org/2000/svg}svg"
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    shown = [
+        found
+        for page in pages
+        for found in re.findall(rf"!\[([^]]*)\]\(\S*{picture.name}\)", page.read_text())
+    ]
+    assert shown
+    assert all(len(words) > 20 for words in shown), "for those who hear the page"
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:

@@ -62,7 +62,7 @@ def add_config_options(parser: Parser, *names: str) -> None:
         "--help-full",
         nargs=0,
         action=HelpFull,
-        help="this help, with all that there is to say of each option",
+        help="this help, with all details of each option",
     )
 
 
