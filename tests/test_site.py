@@ -64,16 +64,18 @@ def imported_by_users() -> set[str]:
 def test_the_reference_has_what_users_import() -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs").glob("api*.md"))
     entries = set(re.findall(r"^::: (\S+)$", pages, re.M))
-    assert "evener.testing" in entries
+    assert {"evener.testing", "evener.errors"} <= entries, "whose names are listed with them"
     covered = [
         pkgutil.resolve_name(name)
         for name in (
             *entries,
             *(f"evener.testing.{name}" for name in evener.testing.__all__),
+            "evener.errors.EvenerError",
         )
     ]
     packages = (evener.strategies, evener.balance, evener.nn, evener.checkpoint, evener.hardware.memory)
     public = {f"{package.__name__}.{name}" for package in packages for name in package.__all__}
+    public |= {f"evener.{name}" for name in {*evener.__all__, "print"} - {"nn"}}
     wanted = {name: pkgutil.resolve_name(name) for name in public | imported_by_users()}
     missing = [name for name, value in wanted.items() if not any(value is each for each in covered)]
     assert not [name for name in missing if not isinstance(wanted[name], str | int)]
