@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from charts import with_bars
 from generated import errors_list, records_table, settings_table, summary_table
 from mkdocs.structure.files import File, Files
 
@@ -102,6 +103,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"[{words}]({depth}{place}{anchor})"
 
     markdown = re.sub(r"\[(?P<words>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)", led, markdown)
+    markdown = with_bars(markdown)
     return re.sub(rf"^({'|'.join(TABLES)})$", lambda found: TABLES[found[1]](), markdown, flags=re.M)
 
 
