@@ -54,7 +54,6 @@ class Note:
 
     kind: ClassVar[str] = "note"
     step: int
-    """Index of the step that it is about, from 0, or the number of steps done."""
     words: str
 
 
@@ -64,7 +63,6 @@ class SkippedStep:
 
     kind: ClassVar[str] = "skipped"
     step: int
-    """Index of the step that it is about, from 0, or the number of steps done."""
     words: str
 
 
@@ -74,7 +72,6 @@ class MemoryRecord:
 
     kind: ClassVar[str] = "memory"
     step: int
-    """Index of the step that it is about, from 0, or the number of steps done."""
     words: str
 
 
