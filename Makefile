@@ -13,7 +13,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check --constraint constraints.t
 OLDEST := 2.11.0
 NEWEST := 2.15.0
 
-.PHONY: install train check test test-slow test-nightly test-versions lint types docs bench clean
+.PHONY: install train check test test-slow test-nightly test-versions lint types docs package bench clean
 .SECONDARY:
 
 install: $(READY)
@@ -69,9 +69,17 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# The documentation as a site, in build/site: no link may lead nowhere.
+# The documentation as a site, in build/site: no link or anchor may lead nowhere, and no word be misspelt.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(BIN)/codespell *.md docs src examples benchmarks .github
+
+# What a package index would get, in dist: built, and its descriptions checked.
+package: $(READY)
+	$(PIP) --quiet build twine
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
 
 bench: $(READY)
 	$(PIP) --quiet --editable '.[bench]'

@@ -1,24 +1,30 @@
-"""What the site shows besides the pages of this directory: the README, the examples and the results of benchmarks.
+"""What the site shows besides the pages of this directory: examples, results, and files about the project.
 
 Pages link to these files as they lie in the repository. Each becomes a page of the site, and links to it lead there.
+Single words in capitals stand for tables that are made of the sources.
 """
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from charts import with_bars
+from generated import errors_list, records_table, settings_table, summary_table
 from mkdocs.structure.files import File, Files
-
-from evener.core.config.run_config import RunConfig
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "examples/clusters").iterdir()])
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash"}
+TABLES = {
+    "SETTINGS": settings_table,
+    "ERRORS": errors_list,
+    "RECORDS": records_table,
+    "SUMMARY": summary_table,
+}
 
 
 def _page(name: str) -> str:
@@ -26,15 +32,23 @@ def _page(name: str) -> str:
     return f"examples/{re.sub(r'[^a-z0-9]+', '_', name.lower())}.md"
 
 
-PLACES = {
-    "README.md": "index.md",
+SHOWN = {
     "benchmarks/RESULTS.md": "results.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+    "CODE_OF_CONDUCT.md": "code_of_conduct.md",
+}
+"""Files that are pages as they are."""
+PLACES = {
+    **SHOWN,
+    "README.md": "index.md",
     "examples": "examples.md",
     "examples/clusters": "examples.md",
     **{str(path.relative_to(ROOT)): _page(path.name) for path in EXAMPLES if path.is_file()},
 }
 """Of a file or directory of the repository: its page."""
-SHOWN_AS_TEXT = {"LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"}
+SHOWN_AS_TEXT = {"LICENSE"}
 """Files to which the site has no page: their names stay, without a link."""
 
 
@@ -46,15 +60,14 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def _added() -> Iterator[tuple[str, str]]:
-    yield "index.md", (ROOT / "README.md").read_text()
-    yield "results.md", (ROOT / "benchmarks/RESULTS.md").read_text()
+    for name, place in SHOWN.items():
+        yield place, (ROOT / name).read_text()
     listed = []
-    for path in EXAMPLES:
-        if path.is_file():
-            place = _page(path.name)
-            yield place, _shown(path)
-            listed.append(f"- [`{path.relative_to(ROOT / 'examples')}`]({place}): {_first_line(path)}")
-    yield "examples.md", "# Examples\n\n" + "\n".join(listed) + "\n"
+    for path in filter(Path.is_file, EXAMPLES):
+        place = _page(path.name)
+        yield place, _shown(path)
+        listed.append(f"| [`{path.relative_to(ROOT / 'examples')}`]({place}) | {_first_line(path)} |")
+    yield "examples.md", "# Examples\n\n| program | |\n|---|---|\n" + "\n".join(listed) + "\n"
 
 
 def _shown(path: Path) -> str:
@@ -62,46 +75,46 @@ def _shown(path: Path) -> str:
 
 
 def _first_line(path: Path) -> str:
-    """What it is: the first sentence of its docstring or of its first comment."""
+    """What it is: the first sentence of its docstring, or of its first comment, without the command that follows."""
     text = path.read_text()
-    words = ast.get_docstring(ast.parse(text)) if path.suffix == ".py" else None
-    lines = (words or "\n".join(re.findall(r"^# ?(.*)$", text, re.M))).split("\n\n")[0]
-    return re.split(r"(?<=\.)\s", " ".join(lines.split()))[0]
+    if path.suffix == ".py":
+        return " ".join(re.split(r"(?<=\.)\s", ast.get_docstring(ast.parse(text)) or "")[0].split())
+    comment = re.search(r"^# ?(\w[^\n]*(?:\n# [^\n]*)*)", text, re.M)
+    words = comment[1].replace("\n#", "") if comment else ""
+    return re.split(r"[.:]\s", words)[0]
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Leads links out of this directory to their pages, and writes the table of settings."""
+    """Leads links out of this directory to their pages, and writes the tables that are made of the sources."""
     source = page.file.src_uri
-    markdown = re.sub(r"^SETTINGS$", lambda _: _settings(), markdown, flags=re.M)
     if source.startswith("examples/"):
         return markdown
-    origin = {"index.md": ROOT, "results.md": ROOT / "benchmarks"}.get(source, ROOT / "docs")
+    origin = {"results.md": ROOT / "benchmarks"} | dict.fromkeys(list(SHOWN.values())[1:], ROOT)
     depth = "../" * source.count("/")
 
     def led(match: re.Match[str]) -> str:
         words, target, anchor = match["words"], match["target"], match["anchor"] or ""
         if re.match(r"\w+:|#", target) or (source == "examples.md"):
             return match[0]
-        path = str((origin / target).resolve().relative_to(ROOT))
+        path = str((origin.get(source, ROOT / "docs") / target).resolve().relative_to(ROOT))
         if path in SHOWN_AS_TEXT:
             return words
         place = PLACES.get(path, path.removeprefix("docs/"))
         return f"[{words}]({depth}{place}{anchor})"
 
-    return re.sub(r"\[(?P<words>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)", led, markdown)
-
-
-def _settings() -> str:
-    """A table of all settings, from the record of them."""
-    lines = ["| setting | default | |", "|---|---|---|"]
-    for field in dataclasses.fields(RunConfig):
-        words = field.metadata["help"].replace("|", "\\|")
-        lines.append(f"| `{field.name}` | `{field.default!r}` | {words} |")
-    return "\n".join(lines)
+    markdown = re.sub(r"\[(?P<words>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)", led, markdown)
+    markdown = with_bars(markdown)
+    return re.sub(rf"^({'|'.join(TABLES)})$", lambda found: TABLES[found[1]](), markdown, flags=re.M)
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Names that a docstring gives with a role, as ``:class:`Task```, lead to where the page explains them."""
+    """Repairs what Markdown cannot say: links of names in docstrings, and tables without a head.
+
+    Names that a docstring gives with a role, as ``:class:`Task```, lead to where the page explains them. An empty cell
+    of a table's head is no head, and a head of such cells is none, for those who hear the page.
+    """
+    html = re.sub(r"<thead>\s*<tr>(?:\s*<th[^>]*></th>)+\s*</tr>\s*</thead>", "", html)
+    html = re.sub(r"<th[^>]*></th>", '<td style="border-top: 0"></td>', html)
     places = set(re.findall(r'id="(evener\.[\w.]+)"', html))
 
     def led(match: re.Match[str]) -> str:

@@ -102,5 +102,5 @@ def test_packed_documents_have_the_loss_of_documents_alone() -> None:
 
 
 def test_every_example_is_run() -> None:
-    """The script of torchrun by the README's commands, the others here."""
+    """The script of torchrun by the commands of docs/running.md, the others here."""
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHOWN, *OPTIONAL, "torchrun_script"}

@@ -16,7 +16,7 @@ from evener.core.plugins import find
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
-PAGES = ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
+PAGES = ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md"]
 
 
 def read(name: str) -> Any:
@@ -48,6 +48,17 @@ def test_the_workflow_tries_the_versions_of_the_makefile() -> None:
     oldest = re.search(r">=([\d.]+)", PROJECT["requires-python"])
     assert oldest is not None
     assert matrix["python"][0] == oldest[1]
+
+
+def test_a_release_is_built_and_checked_and_needs_no_secret() -> None:
+    jobs = read(".github/workflows/package.yml")["jobs"]
+    assert "make package" in [step.get("run") for step in jobs["build"]["steps"]]
+    assert jobs["publish"]["needs"] == "build"
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    recipe = (ROOT / "Makefile").read_text().partition("\npackage:")[2].partition("\n\n")[0]
+    assert "build\n" in recipe
+    assert "twine check --strict" in recipe
+    assert not [path for path in (ROOT / ".github/workflows").iterdir() if "secrets." in path.read_text()]
 
 
 def test_the_metadata_say_what_is_supported() -> None:
@@ -83,7 +94,9 @@ def test_forms_are_those_of_github(form: Path) -> None:
     assert {"name", "description", "body"} == set(read_form)
     fields = [field["id"] for field in read_form["body"]]
     assert len(set(fields)) == len(fields)
-    assert all(field["type"] == "textarea" and field["attributes"]["label"] for field in read_form["body"])
+    assert all(
+        field["type"] in ("textarea", "input") and field["attributes"]["label"] for field in read_form["body"]
+    )
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -7,16 +7,22 @@ import dataclasses
 import inspect
 import pkgutil
 import re
+import runpy
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 import evener.balance
 import evener.checkpoint
+import evener.core.records
+import evener.errors
 import evener.hardware.memory
 import evener.nn
 import evener.strategies
 import evener.testing
+from evener.core.config.run_config import RunConfig
+from evener.core.records import RunSummary, StepRecord
 
 ROOT = Path(__file__).parents[1]
 SOURCES = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py")))
@@ -59,19 +65,37 @@ def imported_by_users() -> set[str]:
 def test_the_reference_has_what_users_import() -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs").glob("api*.md"))
     entries = set(re.findall(r"^::: (\S+)$", pages, re.M))
-    assert "evener.testing" in entries
+    assert {"evener.testing", "evener.errors"} <= entries, "whose names are listed with them"
     covered = [
         pkgutil.resolve_name(name)
         for name in (
             *entries,
             *(f"evener.testing.{name}" for name in evener.testing.__all__),
+            "evener.errors.EvenerError",
         )
     ]
     packages = (evener.strategies, evener.balance, evener.nn, evener.checkpoint, evener.hardware.memory)
     public = {f"{package.__name__}.{name}" for package in packages for name in package.__all__}
+    public |= {f"evener.{name}" for name in {*evener.__all__, "print"} - {"nn"}}
     wanted = {name: pkgutil.resolve_name(name) for name in public | imported_by_users()}
     missing = [name for name, value in wanted.items() if not any(value is each for each in covered)]
     assert not [name for name in missing if not isinstance(wanted[name], str | int)]
+
+
+@pytest.mark.parametrize(
+    "picture", sorted((ROOT / "docs/pictures").glob("*.svg")), ids=lambda path: path.stem
+)
+def test_a_picture_is_shown_and_says_what_it_shows(picture: Path) -> None:
+    drawn = ElementTree.parse(picture).getroot()
+    assert drawn.tag == "{http://www.w3.org/2000/svg}svg"
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    shown = [
+        found
+        for page in pages
+        for found in re.findall(rf"!\[([^]]*)\]\(\S*{picture.name}\)", page.read_text())
+    ]
+    assert shown
+    assert all(len(words) > 20 for words in shown), "for those who hear the page"
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:
@@ -94,3 +118,62 @@ def test_what_is_public_is_explained(name: str) -> None:
             assert explained or metadata or re.search(rf"^\s*{field.name}\b", listed, re.M), (
                 f"{name}.{field.name}"
             )
+
+
+GENERATED = runpy.run_path(str(ROOT / "docs/generated.py"))
+
+
+def test_the_benchmarks_at_a_glance_are_those_of_the_results() -> None:
+    """Each number of the page's tables, and each that its text gives, stands in the results."""
+    results = (ROOT / "benchmarks/RESULTS.md").read_text()
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    numbers = set(re.findall(r"(?<![\d.-])\d+\.\d+(?![\d.])", page))
+    assert len(numbers) > 40
+    assert not [number for number in numbers if not re.search(rf"(?<![\d.]){number}0?(?!\d)", results)]
+
+
+def test_bars_are_as_long_as_their_numbers() -> None:
+    with_bars = runpy.run_path(str(ROOT / "docs/charts.py"))["with_bars"]
+    table = "| | a | b |\n|---|---|---|\n| `x` < 1 | 1.0 | 4.0 |\n| y | 2.0 | 3.0 |\n"
+    drawn, kept = with_bars(f"before\n\n<!-- bars -->\n{table}\nafter\n").split("</div>")
+    picture = ElementTree.fromstring(drawn.partition("<div>")[2])
+    widths = [float(bar.get("width", "")) for bar in picture.iter("{http://www.w3.org/2000/svg}rect")]
+    assert widths[2:] == [105.0, 420.0, 210.0, 315.0], "after those that say which is which"
+    assert [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")][2] == "x < 1"
+    assert kept == f"\n\n{table}\nafter\n"
+    assert with_bars(table) == table
+
+
+def test_every_setting_is_on_the_page_of_settings() -> None:
+    listed = re.findall(r"^\| `(\w+)` \| `(.+?)` \| \S", GENERATED["settings_table"](), re.M)
+    assert dict(listed) == {field.name: repr(field.default) for field in dataclasses.fields(RunConfig)}
+
+
+def test_every_error_is_on_the_page_of_errors() -> None:
+    page = GENERATED["errors_list"]()
+    classes = [name for name, value in vars(evener.errors).items() if isinstance(value, type)]
+    assert set(re.findall(r"^## (\w+)$", page, re.M)) == {*classes}
+    assert page.count("<li>") > 800
+
+
+def test_messages_are_read_from_every_way_to_write_them() -> None:
+    words = GENERATED["_words"]
+    for written, read in {
+        "f'rank {rank} of ' f'{ranks}'": "rank ... of ...",
+        "'a ' + name + ' b'": "a ... b",
+        "text": "...",
+        "'it is ' 'so'": "it is so",
+    }.items():
+        assert words(ast.parse(written, mode="eval").body) == read
+
+
+def test_every_kind_of_record_is_on_the_page_of_files() -> None:
+    page = GENERATED["records_table"]()
+    known = [*vars(evener.core.records).values(), *vars(evener.balance).values()]
+    kinds = {found.kind for found in known if isinstance(found, type) and hasattr(found, "kind")}
+    assert "decision" in kinds
+    assert set(re.findall(r'"kind": "(\w+)"', page)) == kinds
+    fields = [field.name for field in dataclasses.fields(StepRecord)]
+    assert all(f"| `{name}` |" in page for name in fields)
+    summary = re.findall(r"^\| `(\w+)` \| `.+` \| .", GENERATED["summary_table"](), re.M)
+    assert summary == [field.name for field in dataclasses.fields(RunSummary)]

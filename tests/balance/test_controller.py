@@ -238,7 +238,7 @@ def test_a_small_gain_is_tried_in_turns_before_it_is_kept() -> None:
     auto = BySpeed(2)
     steps = simulate(auto, ranks, 192, 200, noise=0.01)
     first = auto.decisions[0]
-    assert "steps in turn with those before were" in first.reason
+    assert "in a trial, steps were" in first.reason
     tried = [tuple(step.shares) == first.new_shares for step in steps[8 : first.effective_step]]
     assert 4 <= sum(tried) <= len(tried) - 4
     assert all(tuple(step.shares) == first.new_shares for step in steps[first.effective_step :][:8])

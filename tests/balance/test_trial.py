@@ -69,10 +69,7 @@ def test_in_doubt_to_the_end_it_does_not_stay() -> None:
 
 def test_the_words() -> None:
     comparison = compared(1.0, 0.97, 4)
-    assert (
-        comparison.description
-        == "steps in turn with those before were 3.0% shorter (4 of each, predicted 5.0% shorter)"
-    )
+    assert comparison.description == "in a trial, steps were 3.0% shorter (4 of each, predicted 5.0% shorter)"
     comparison = compared(1.03, 1.0, 4)
     comparison.promised = 0.05
     assert comparison.description == "steps were 3.0% longer, not 5.0% shorter"

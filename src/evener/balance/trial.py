@@ -96,7 +96,7 @@ class DivisionComparison:
         if self.promised is not None:
             return f"steps were {_change(1.0 - math.exp(measured))}, not {_change(self.promised)}"
         return (
-            f"steps in turn with those before were {_change(1.0 - math.exp(-measured))} "
+            f"in a trial, steps were {_change(1.0 - math.exp(-measured))} "
             f"({self.fewest} of each, predicted {_change(self.gain)})"
         )
 

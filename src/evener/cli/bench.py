@@ -44,7 +44,7 @@ def fill(parser: Parser) -> None:
         default=True,
         help="count wrong elements",
     )
-    simulated = "ranks that are not at hand"
+    simulated = "ranks that you do not have"
     parser.option(simulated, "--simulate", action="store_true", help="predict for them")
     parser.option(simulated, "--ranks", type=int, metavar="N", help="how many")
     parser.option(simulated, "--topology", type=path, metavar="FILE", help="hosts and links, as JSON")

@@ -32,7 +32,7 @@ RENDEZVOUS = {
     "master_addr": ("address of machine 0, for a static rendezvous", str),
     "master_port": ("port of machine 0, for a static rendezvous", int),
     "max_restarts": (
-        "after a rank has failed (default: 0, or those to spare)",
+        "restart up to N times after a failure (default: 0, or MAX - MIN)",
         int,
     ),
 }
@@ -62,7 +62,7 @@ def add_config_options(parser: Parser, *names: str) -> None:
         "--help-full",
         nargs=0,
         action=HelpFull,
-        help="this help, with all that there is to say of each option",
+        help="this help, with all details of each option",
     )
 
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 HELP = CommandHelp(
     "plan",
     "say what a run would take, and which way to train is the fastest",
-    "Say how many bytes each rank of a run would take, and how long a step takes with each strategy on up to "
-    "--processes devices. Memory is known without running; for the times, each way takes a few steps, for under a "
-    "minute together. With --cluster all is predicted, for machines that need not be at hand. Options are those of "
-    "train. Exit status 1 if a rank would need more than --memory-limit, or if no way fits.",
+    "Say how much memory each rank of a run would need, and how long a step takes with each strategy on up to "
+    "--processes devices. Memory is computed without running; for the times, each way takes a few steps, under a "
+    "minute together. --cluster predicts machines that you do not have. Options are those of train. Exit status 1 "
+    "if a rank would need more than --memory-limit, or if no way fits.",
     usage="TASK [OPTIONS]",
     examples=(
         "evener plan digits --processes 2 --save plan.json",
@@ -39,7 +39,7 @@ def fill(parser: Parser) -> None:
     options.add_task_options(parser)
     where, output = "devices of the plan", "output"
     parser.option(
-        where, "--cluster", type=Path, metavar="FILE", help="machines that are not at hand, as TOML"
+        where, "--cluster", type=Path, metavar="FILE", help="machines that you do not have, as TOML"
     )
     parser.option(where, "--from", dest="source", type=Path, metavar="FILE", help="trials that --save kept")
     parser.option(where, "--save", type=Path, metavar="FILE", help="keep what the trials show")

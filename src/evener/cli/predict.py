@@ -13,7 +13,7 @@ HELP = CommandHelp(
     "predict",
     "write the outputs of a run's model, on all devices",
     "Write the outputs of a run's model for every sample of a dataset, in its order, computed on all devices. "
-    "The file is whole or not there. Its name says the format: .npy holds one tensor, .npz tensors by name, "
+    "The file is written atomically. Its name says the format: .npy holds one tensor, .npz tensors by name, "
     ".csv one number or one row of numbers for each sample, .pt whatever the model gives.",
     usage="RUN --data DATA --out FILE [OPTIONS]",
     examples=(

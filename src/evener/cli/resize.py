@@ -9,9 +9,9 @@ from evener.cli.parsing import CommandHelp, Parser, path
 HELP = CommandHelp(
     "resize",
     "change the number of ranks of a run that goes on",
-    "Ask a run that was started with --processes MIN:MAX on one machine to go on with N ranks. It does so after its "
-    "next step, and the training stays the same. The machines of a run with --nnodes MIN:MAX are not asked: start "
-    "evener on one more, or send SIGTERM to evener on the one that is to leave.",
+    "Ask a run that was started with --processes MIN:MAX on one machine to go on with N ranks. The number changes "
+    "after its next step, and the training stays the same. For a run with --nnodes MIN:MAX, start evener on one more "
+    "machine, or send SIGTERM to evener on the one that is to leave.",
     usage="RUN N [OPTIONS]",
     examples=("evener resize runs/first 3",),
 )

@@ -71,10 +71,10 @@ SHOWN_STEPS = 20
 HELP = CommandHelp(
     "verify",
     "prove that dividing the work changes nothing",
-    "Train the same steps on one device and divided, and compare losses, gradients and weights. "
-    "How far rounding alone drives two runs apart is measured, on one device. Exit status 1 if they differ by "
-    "more. A SCRIPT.py that calls evener.prepare is run as it is, and the line is named where it parts from one "
-    "device; behind -- come the script's own options.",
+    "Take the same steps on one device and on several ranks, and compare losses, gradients and weights. The "
+    "tolerance is what rounding alone causes, measured on one device. Exit status 1 if the runs differ by more. A "
+    "SCRIPT.py that calls evener.prepare is run unchanged; if it trains differently, the line is named. The "
+    "script's own options follow --.",
     usage="TASK|SCRIPT.py [OPTIONS] [-- ARGS]",
     examples=(
         "evener verify loop.py",

@@ -81,12 +81,19 @@ class StepRecord:
 
     kind: ClassVar[str] = "step"
     step: int
+    """Index of the step, from 0, in the whole training."""
     epoch: int
+    """Index of the epoch, from 0."""
     loss: float
+    """Loss over the whole batch, before the update."""
     samples: int
+    """Samples of the batch, over all ranks."""
     seconds: float
+    """Duration of the step, by the clock of rank 0."""
     shares: tuple[int, ...]
+    """Samples of each part of the batch."""
     lr: float
+    """Learning rate of the first parameter group."""
     costs: tuple[float, ...] = ()
     """The cost of the samples of each part, by ``Task.cost``; empty if the task gives none."""
     skipped: int = 0

@@ -337,7 +337,7 @@ class Engine:
     def save(self, directory: Path, *, keep: int = 2, wait: bool = True) -> Path:
         """Writes a checkpoint into ``directory`` and returns the checkpoint's directory. Each rank writes its own part.
 
-        All ranks must call this together. A checkpoint is whole or not there; the file ``latest`` then names it.
+        All ranks must call this together. A checkpoint is written atomically; the file ``latest`` then names it.
 
         Args:
             keep: Number of latest checkpoints to keep, besides the one that ``best`` names.

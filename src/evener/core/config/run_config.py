@@ -86,7 +86,7 @@ class RunConfig:
     )
     memory_limit: str | None = option(
         None,
-        "what each rank may use of its device's memory: one size, such as 24GB, or one for each rank, - for all",
+        "most memory that each rank may use of its device: one size, such as 24GB, or one for each; - for all",
         metavar="SIZE,...",
     )
     memory_limit_at: tuple[str, ...] = option(
@@ -133,7 +133,7 @@ class RunConfig:
     max_shares: str | None = option(
         None, "most samples of each rank in a batch, such as 64,- (- for no limit)", metavar="N0,N1,..."
     )
-    share_multiple_of: int = option(1, "shares are multiples of N, but for one rank's", metavar="N")
+    share_multiple_of: int = option(1, "round shares to multiples of N; one rank takes the rest", metavar="N")
     throttle: str | None = option(
         None,
         "EMULATE unequal devices: each rank sleeps until it is as slow as this fraction of its speed, such as 1,0.5",
@@ -152,7 +152,7 @@ class RunConfig:
     )
     non_finite: str = option(
         "stop",
-        "what to do about a step whose loss or gradient is not finite: stop, skip its update on all ranks, or restore "
+        "if a loss or a gradient of a step is NaN or infinite: stop the run, skip the update on all ranks, or restore "
         "the last checkpoint",
         choices=("stop", "skip", "restore"),
     )
@@ -183,8 +183,8 @@ class RunConfig:
     )
     precision: str | None = option(
         None,
-        "what the model computes in: fp32, tf32, bf16 or fp16 (autocast, weights of float32), bf16-true or fp16-true "
-        "(all of it), auto by the devices (default: as the task makes it)",
+        "precision in which the model computes: fp32, tf32, bf16 or fp16 (autocast, weights of float32), "
+        "bf16-true or fp16-true (all of it), auto by the devices (default: as the task makes it)",
         metavar="NAME",
     )
     precision_of: tuple[str, ...] = option(
@@ -195,8 +195,7 @@ class RunConfig:
     )
     compile: str | None = option(
         None,
-        "have torch.compile make it faster: blocks that the model repeats, the whole, or auto, which without a value "
-        "is meant: blocks where there are any",
+        "use torch.compile: repeated blocks, the whole model, or auto (if no value is given): blocks if there are any",
         choices=COMPILE,
         without_value="auto",
     )
@@ -216,41 +215,40 @@ class RunConfig:
     )
     batch_norm: str = option(
         "exact",
-        "whose samples BatchNorm normalizes by: exact: those of all ranks, as on one device; local: each rank's own, "
+        "statistics of BatchNorm: exact: over the samples of all ranks, as on one device; local: over each rank's own, "
         "another training for every division",
         choices=BATCH_NORMS,
     )
     recompute: str | None = option(
         None,
-        "take less memory and more time: compute blocks that the model repeats again in backward. blocks: all; a "
+        "activation checkpointing: compute repeated blocks of the model again in backward. blocks: all of them; a "
         "budget: as few as 60% of the peak, 8GB, or 8GB,4GB by rank, allow",
         metavar="HOW",
     )
     offload: str | None = option(
         None,
-        "keep outside of the device's memory, until it is needed: optimizer (its state), activations (what forward "
-        "saves for backward), or both with a comma",
+        "move to host memory until needed: optimizer (state), activations (saved for backward), or both with a comma",
         metavar="WHAT",
     )
     offload_to: Path | None = option(
         None,
-        "where --offload keeps it: files in DIR (default: the host's memory, for ranks on a GPU)",
+        "where --offload moves it: files in DIR (default: the host's memory, for ranks on a GPU)",
         metavar="DIR",
     )
     optimizer_state: str | None = option(
         None,
-        "keep what the task's Adam or AdamW remembers in 8 bits, by torchao: less memory, other numbers",
+        "keep the state of the task's Adam or AdamW in 8 bits, by torchao: less memory, slightly different results",
         choices=OPTIMIZER_STATES,
     )
     fused_optimizer: str = option(
         "auto",
-        "auto: the task's Adam or AdamW is updated by PyTorch's fused kernel, where there is one and the task says "
+        "auto: use PyTorch's fused kernel for the task's Adam or AdamW, where there is one and the task says "
         "nothing else; no: as PyTorch chooses by itself",
         choices=FUSED_OPTIMIZER,
     )
     update_in_backward: bool = option(
         False,
-        "take less memory: update each parameter as soon as backward has its gradient, which is freed then (the "
+        "update each parameter as soon as backward has its gradient, and free the gradient (less memory; the "
         "optimizer's step fused into backward)",
     )
     evaluate_every: int = option(
@@ -266,7 +264,7 @@ class RunConfig:
     )
     resume: Path | None = option(
         None,
-        "go on from the checkpoint of this run directory or URL; auto: of the one of --run-dir, if there is one",
+        "continue from the checkpoint of this run directory or URL; auto: of --run-dir, if it has one",
         metavar="DIR",
     )
     override: tuple[str, ...] = option(
@@ -275,12 +273,12 @@ class RunConfig:
         metavar="NAME",
     )
     save_every: str | int = option(
-        "1epoch", "write a checkpoint so often: 500 (steps), 10min, 1epoch", metavar="INTERVAL"
+        "1epoch", "interval between checkpoints: 500 (steps), 10min, 1epoch", metavar="INTERVAL"
     )
-    keep: int = option(2, "so many of the last checkpoints stay", metavar="N")
+    keep: int = option(2, "keep the last N checkpoints; older ones are removed", metavar="N")
     keep_best: str | None = option(
         None,
-        "the checkpoint with the best METRIC of all evaluations stays too: the lowest of a loss, the highest of any "
+        "also keep the checkpoint with the best METRIC of all evaluations: the lowest of a loss, the highest of any "
         "other, or as METRIC:min and METRIC:max say",
         metavar="METRIC",
     )
@@ -325,9 +323,9 @@ class RunConfig:
         "record N steps after the first three with torch.profiler: one trace for each rank, in the run directory",
         metavar="N",
     )
-    overwrite: bool = option(False, "let the run directory be that of a finished run, which is replaced")
+    overwrite: bool = option(False, "replace a finished run in the run directory")
     weights: Path | None = option(
-        None, "begin with these weights: safetensors of evener export, or a state_dict", metavar="FILE"
+        None, "start with these weights: safetensors of evener export, or a state_dict", metavar="FILE"
     )
 
     def __new__(cls, *_: Any, **settings: Any) -> RunConfig:

@@ -42,7 +42,7 @@ def why_by_speed(config: RunConfig, session: Session) -> str:
     if not why or any(wants_bits for _, wants_bits in said):
         return ""
     return (
-        f"{why}: shares follow their speed, as with balance auto; two runs then differ by rounding, and do not with "
+        f"{why}: batches are divided by speed, as with balance auto. For bit-identical repeats use "
         "balance equal"
     )
 
