@@ -27,6 +27,7 @@ def is_profiling() -> bool:
 
 
 def all_threads() -> dict[str, Any]:
-    """Returns the options of ``torch.profiler.profile`` that record all threads, without log lines."""
+    """Returns the options of ``torch.profiler.profile`` that record all threads, without log lines and without the
+    warning of torch 2.11 that events of further cycles are cleared."""
     os.environ.setdefault("KINETO_LOG_LEVEL", _NO_INFO)
-    return {"experimental_config": _ExperimentalConfig(profile_all_threads=True)}
+    return {"experimental_config": _ExperimentalConfig(profile_all_threads=True), "acc_events": True}
