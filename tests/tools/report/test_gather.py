@@ -183,7 +183,16 @@ def test_starts_saves_and_faults(tmp_path: Path) -> None:
 def test_steps_that_are_in_the_records_twice_are_lost_once(tmp_path: Path) -> None:
     report = report_of(directory(tmp_path / "run", [step(at) for at in (0, 1, 2, 1, 2, 3)]))
     assert report.goodput.lost_steps == pytest.approx(0.2)
+    assert report.goodput.compute == pytest.approx(0.4)
     assert report.identity.steps == 4
+
+
+def test_a_rank_counts_in_the_steps_in_which_it_was_there(tmp_path: Path) -> None:
+    records = [step(at, (0.1, 0.1, 0.1) if at < 5 else (0.2, 0.2)) for at in range(20)]
+    report = report_of(directory(tmp_path / "run", records))
+    assert [rank.compute for rank in report.ranks] == pytest.approx([3.5, 3.5, 0.5])
+    assert report.goodput.compute == pytest.approx(3.5)
+    assert report.goodput.total == pytest.approx(3.5)
 
 
 def test_shares_and_notes_are_events(tmp_path: Path) -> None:

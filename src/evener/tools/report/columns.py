@@ -23,7 +23,7 @@ Numbers = NDArray[np.float64]
 _CHUNK = 8192
 _MOST_KEPT = 1 << 23
 """Numbers by rank that are kept."""
-_LEAST_ROWS, _MOST_ROWS = 1024, 4096
+_LEAST_ROWS, _MOST_ROWS = 128, 4096
 _GREATEST = 1e18
 """Numbers of this size or larger are no measurements, and not known."""
 

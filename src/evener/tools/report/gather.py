@@ -134,7 +134,7 @@ def _with_steps(
     ranks = tuple(_ranks(report, tables, happened.start, summary))
     return replace(
         report,
-        goodput=_goodput(ranks, float((wall * steps).sum()), happened, tables.steps.repeated_seconds),
+        goodput=_goodput(tables, float((wall * steps).sum()), happened),
         columns=tables.columns,
         series=tuple(tables.series()),
         ranks=ranks,
@@ -147,12 +147,11 @@ def _with_steps(
     )
 
 
-def _goodput(ranks: Sequence[RankTotals], wall: float, happened: Happenings, repeated: float) -> Goodput:
+def _goodput(tables: StepTables, wall: float, happened: Happenings) -> Goodput:
     """Adds up where the time went. The parts of a step are means over the ranks; ``other`` is the rest of the steps."""
-    parts = {
-        name: sum(getattr(rank, name) for rank in ranks) / len(ranks) if ranks else 0.0
-        for name in (COMPUTE, COMMUNICATION, WAITING, INPUT)
-    }
+    repeated = tables.steps.repeated_seconds
+    counts = 1 - repeated / wall if wall else 0.0  # steps that were repeated are lost, with all their parts
+    parts = {name: counts * tables.mean_total(name) for name in (COMPUTE, COMMUNICATION, WAITING, INPUT)}
     startup, saves = happened.startup, happened.saves
     return Goodput(
         startup=None if startup is None else rounded(startup),

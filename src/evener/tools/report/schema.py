@@ -85,7 +85,7 @@ class Cause:
     seconds: float | None = None
     """Seconds of the run that were lost by it."""
     fraction: float | None = None
-    """``seconds`` as a fraction of the accounted time of the run, from 0 to 1."""
+    """``seconds`` as a fraction of the time of the steps or, for what happens between them, of the training."""
     advice: str = ""
     """The next step, such as ``--balance auto``; empty if no step follows from the numbers."""
     gain: float | None = None

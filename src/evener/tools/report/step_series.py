@@ -142,8 +142,19 @@ class StepTables:
         return np.array([_median(column) for column in rows.T])
 
     def totals(self, name: str) -> Numbers:
-        """Returns the sum of each rank over all steps, of which those that were kept are a sample."""
-        return np.asarray(_means(self._rows[name], 0) * self.number)
+        """Returns the sum of each rank over all steps, of which those that were kept are a sample. NaN for a rank of
+        which nothing is known; a rank counts in the steps in which it was there."""
+        rows = self._rows[name]
+        known = np.isfinite(rows)
+        told = max(1, int(known.any(axis=1).sum()))
+        return np.where(
+            known.any(axis=0), np.where(known, rows, 0.0).sum(axis=0) * self.number / told, np.nan
+        )
+
+    def mean_total(self, name: str) -> float:
+        """Returns the sum over all steps of the mean over the ranks that were there; 0 if nothing is known."""
+        of_rows = _means(self._rows[name], 1)
+        return float(np.nan_to_num(_means(of_rows, 0)) * self.number)
 
     def sample_seconds(self, batch_size: float) -> Numbers:
         """Returns the median compute seconds per sample of each rank; NaN for a rank without samples."""
