@@ -101,6 +101,7 @@ def report_of(run: Path, calibration: Path | None = None) -> Report:
         weights_digest=some_text(summary.get("weights_digest")),
         run=getattr(run_in(directory), "run", ""),
         notes=described_notes(summary),
+        learns=start.get("learns") is True,
         plain_script=settings.get("observed") is True,
     )
     report = Report(

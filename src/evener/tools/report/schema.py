@@ -68,6 +68,8 @@ class RunIdentity:
     """Random name of the run, from its mark."""
     notes: tuple[str, ...] = ()
     """Further facts from the summary, in words: precision, recomputation, offloading, compiled graphs and so on."""
+    learns: bool = False
+    """True if shares were adapted to the speed of the ranks."""
     plain_script: bool = False
     """True if a script of the user's own was observed, which Evener has not divided."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from statistics import median
 
 from evener.tools.report.schema import (
@@ -46,7 +47,8 @@ def straggler(report: Report) -> Iterator[Cause]:
     if longer < WORTH * step or busy[slow.rank] < _SLOWER * typical:
         return
     kind, what = _kind(report, slow, others)
-    wait = f"the other ranks wait {longer / step:.0%} of a step for rank {slow.rank}"
+    who = f"rank {others[0].rank} waits" if len(others) == 1 else "the other ranks wait"
+    wait = f"{who} {longer / step:.0%} of a step for rank {slow.rank}"
     if kind == "slow loader":
         advice, gain = loading_advice(report, slow, longer, step)
     else:
@@ -66,7 +68,7 @@ def _kind(report: Report, slow: RankTotals, others: Sequence[RankTotals]) -> tup
     longer = {name: _longer(slow, others, name) for name in (INPUT, FORWARD, BACKWARD, COMPUTE)}
     if longer[INPUT] >= max(0.0, longer[COMPUTE]):
         return "slow loader", f"which waits {_ms(slow.medians[INPUT])} for its samples"
-    if report.identity.settings.get("throttle"):
+    if _is_throttled(report, slow.rank):
         return "slow rank", "which --throttle makes slower"
     if _has_more(report, slow, others):
         return "uneven shares", f"which has {slow.share:.0%} of the samples, each as fast as on other ranks"
@@ -82,6 +84,14 @@ def _kind(report: Report, slow: RankTotals, others: Sequence[RankTotals]) -> tup
         f"slow {name}",
         f"whose {name} takes {_ms(slow.medians[name])}, {ratios[name]:.1f}x the time of others",
     )
+
+
+def _is_throttled(report: Report, rank: int) -> bool:
+    """Returns True if the run emulated a slower device on this rank (``1,0.5`` has the speed of each)."""
+    speeds = str(report.identity.settings.get("throttle") or "").split(",")
+    with suppress(ValueError):
+        return rank < len(speeds) and 0 < float(speeds[rank]) < 1
+    return False
 
 
 def _longer(slow: RankTotals, others: Sequence[RankTotals], name: str) -> float:
@@ -111,9 +121,8 @@ def _balance_advice(report: Report, ranks: Sequence[RankTotals], step: float) ->
     A rank with t seconds per sample takes s t for s samples. With shares by speed all ranks take N / sum(1 / t) for N
     samples together.
     """
-    each = [rank.sample_seconds for rank in ranks]
-    batch_size, balance = report.identity.batch_size, report.identity.settings.get("balance")
-    if report.identity.plain_script or (balance not in (None, "equal") and "," not in str(balance)):
+    each, batch_size = [rank.sample_seconds for rank in ranks], report.identity.batch_size
+    if report.identity.plain_script or report.identity.learns:
         return "", None
     if not batch_size or not all(each) or sum(rank.share for rank in ranks) > _SHARED:
         return "", None
