@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 
 from evener.errors import DataError
 from evener.tools.report import ReportFile, json_of, read_report, report_of
-from evener.tools.report.schema import MemoryOfRank
+from evener.tools.report.schema import Columns, MemoryOfRank
 from tests.tools.report.making import directory, report, step
 
 
@@ -37,6 +37,10 @@ def test_fields_of_a_later_version_are_ignored(tmp_path: Path) -> None:
         ({"runs": {}}, "runs is a dict"),
         ({"runs": [{}]}, r"runs\[0\] has no identity"),
         ({"runs": [1]}, r"runs\[0\] is a int"),
+        (
+            {"runs": [asdict(replace(report(), columns=Columns((0,), (9, 10))))]},
+            r"runs\[0\] has series of other",
+        ),
     ],
 )
 def test_another_file_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:

@@ -97,11 +97,11 @@ class Happenings:
         self.attempts.append(
             Attempt(
                 step,
-                int(self.start.get("world_size", 0)),
+                int(np.nan_to_num(number(self.start.get("world_size", 0)))),
                 begun,
                 None if math.isnan(seconds) else rounded(seconds),
                 lost,
-                rounded(number(record["lost_seconds"])),
+                rounded(max(0.0, np.nan_to_num(number(record["lost_seconds"])))),
                 reason,
             )
         )
@@ -147,6 +147,8 @@ class Happenings:
         self._evaluated += 1
         if self._evaluated % self._every:
             return
+        if not isinstance(record["metrics"], dict):
+            raise TypeError(f"a {type(record['metrics']).__name__} stands for the metrics")
         metrics = {
             str(name)[:200]: None if math.isnan(value := number(entry)) else rounded(value)
             for name, entry in list(record["metrics"].items())[:_METRICS]

@@ -47,7 +47,7 @@ from evener.tools.report.schema import (
     RunIdentity,
     Verdict,
 )
-from evener.tools.report.step_reader import EPOCH, SAMPLES, SECONDS, StepReader
+from evener.tools.report.step_reader import EPOCH, MOST_READ_RANKS, SAMPLES, SECONDS, StepReader
 from evener.tools.report.step_series import WARM, StepTables, rounded
 from evener.tools.report.verdict import verdict_of
 from evener.training.reporting.run_dir import is_held
@@ -74,7 +74,11 @@ def report_of(run: Path, calibration: Path | None = None) -> Report:
     happened = Happenings()
     happened.read_attempts(directory / ATTEMPTS)
     start = happened.start
-    world_size = _whole(summary.get("world_size")) or _whole(start.get("world_size")) or 1
+    world_size = (
+        _whole(summary.get("world_size"), MOST_READ_RANKS)
+        or _whole(start.get("world_size"), MOST_READ_RANKS)
+        or 1
+    )
     parts = tuple(_whole(part) for part in _list(start.get("parts")))
     steps = StepReader(directory / RECORDS, happened.add, parts, happened.add_merges).read()
     tables = StepTables(steps) if steps.bins.rows else None
@@ -283,6 +287,6 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _whole(value: Any) -> int:
+def _whole(value: Any, most: int = 1 << 60) -> int:
     """Returns a number that counts something; 0 for anything else."""
-    return value if type(value) is int and 0 <= value < 1 << 60 else 0
+    return value if type(value) is int and 0 <= value <= most else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import types
 import typing
 from collections.abc import Mapping
@@ -13,7 +12,9 @@ from typing import Any
 
 from evener.errors import DataError
 from evener.files import dumps, read_json
-from evener.tools.report.schema import FORMAT, VERSION, ReportFile
+from evener.tools.report.schema import FORMAT, VERSION, Report, ReportFile
+
+_GREATEST = 1e300
 
 
 def json_of(file: ReportFile) -> str:
@@ -35,11 +36,22 @@ def read_report(path: Path) -> ReportFile:
             raise ValueError(
                 f"it has version {found.get('version')!r} of the format, and version {VERSION} is known"
             )
-        file = _value(ReportFile, found, "")
+        file: ReportFile = _value(ReportFile, found, "")
+        for at, run in enumerate(file.runs):
+            _check_columns(run, at)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is no report that can be read: {error}") from error
-    assert isinstance(file, ReportFile)
     return file
+
+
+def _check_columns(run: Report, at: int) -> None:
+    """Raises ValueError if a series has not as many numbers as there are columns."""
+    columns = len(run.columns.first)
+    spread = [run.merges.spread] if run.merges and run.merges.spread else []
+    lengths = [len(run.columns.last)]
+    lengths += [len(each) for one in (*run.series, *spread) for each in (one.minimum, one.mean, one.maximum)]
+    if any(length != columns for length in lengths):
+        raise ValueError(f"runs[{at}] has series of other lengths than its {columns} columns")
 
 
 def _value(kind: Any, value: Any, place: str) -> Any:
@@ -59,7 +71,7 @@ def _value(kind: Any, value: Any, place: str) -> Any:
         return tuple(_value(arguments[0], each, f"{place}[{at}]") for at, each in enumerate(value))
     if origin is dict and isinstance(value, dict):
         return {name: _value(arguments[1], each, f"{place}.{name}") for name, each in value.items()}
-    if kind is float and type(value) in (int, float) and math.isfinite(value):
+    if kind is float and type(value) in (int, float) and abs(value) < _GREATEST:
         return float(value)
     if kind in (int, str, bool) and type(value) is kind:
         return value

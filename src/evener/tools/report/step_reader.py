@@ -28,7 +28,8 @@ _STEP = re.compile(
     rb'\{"kind": "step", "step": (\d{1,15}), "epoch": (\d{1,15}), "loss": %b, "samples": (\d{1,15}), "seconds": %b, "'
     % (_NUMBER, _NUMBER)
 )
-_MOST_RANKS = 1 << 17
+MOST_READ_RANKS = 1 << 17
+"""A record with more ranks is refused."""
 _MOST_NUMBERS = 7680
 """Columns times ranks. With up to 16 ranks there are 480 columns."""
 _LEAST_COLUMNS, _MOST_COLUMNS = 60, 480
@@ -86,7 +87,7 @@ def numbers(value: Any) -> Numbers:
     """
     if not isinstance(value, list):
         raise TypeError(f"a {type(value).__name__} stands for the numbers of the ranks")
-    if len(value) > _MOST_RANKS:
+    if len(value) > MOST_READ_RANKS:
         raise ValueError(f"it has the numbers of {len(value):,} ranks")
     found = known_numbers(value)
     if found.ndim != 1:
