@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ from evener.errors import DataError
 from evener.files import dumps, read_json
 from evener.tools.report.schema import FORMAT, VERSION, Report, ReportFile
 
-_GREATEST = 1e300
+_GREATEST = (1 << 63) - 1
+"""The largest whole number, of bytes, steps or samples. Larger ones would not fit into a float."""
 
 
 def json_of(file: ReportFile) -> str:
@@ -71,7 +73,9 @@ def _value(kind: Any, value: Any, place: str) -> Any:
         return tuple(_value(arguments[0], each, f"{place}[{at}]") for at, each in enumerate(value))
     if origin is dict and isinstance(value, dict):
         return {name: _value(arguments[1], each, f"{place}.{name}") for name, each in value.items()}
-    if kind is float and type(value) in (int, float) and abs(value) < _GREATEST:
+    if type(value) is int and abs(value) > _GREATEST:
+        raise ValueError(f"{place.lstrip('.') or 'it'} is too large a number")
+    if kind is float and type(value) in (int, float) and math.isfinite(value):
         return float(value)
     if kind in (int, str, bool) and type(value) is kind:
         return value
