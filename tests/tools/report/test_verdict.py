@@ -222,6 +222,16 @@ def test_evaluations_are_advised_so_often_that_they_cost_a_tenth() -> None:
     )
 
 
+def test_a_plain_script_is_told_of_no_setting_that_it_does_not_have() -> None:
+    goodput = Goodput(compute=50.0, checkpoints=20.0, saves=10, evaluation=50.0)
+    evaluations = tuple(EvaluationPoint(10 * at, at, {}, 5, 5.0) for at in range(10))
+    ranks = [rank(waiting=0.1), rank(compute=0.2, forward=0.08, backward=0.12, input=0.2)]
+    found = report(ranks, goodput=goodput, evaluations=evaluations)
+    causes = verdict_of(replace(found, identity=replace(found.identity, plain_script=True))).causes
+    assert {cause.kind for cause in causes} == {"slow loader", "checkpoints", "evaluation"}
+    assert not any(cause.advice for cause in causes)
+
+
 def test_repeated_steps_are_advised_to_be_fewer() -> None:
     attempts = (Attempt(0, 2), Attempt(50, 2, lost_steps=40))
     goodput = Goodput(compute=100.0, checkpoints=1.0, saves=10, lost_steps=20.0)

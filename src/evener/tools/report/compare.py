@@ -27,6 +27,8 @@ _MOST_CORRELATED = 0.97
 _LATE = 0.25
 """Losses are compared over this last part of the steps that both runs have."""
 _POINTS = 64
+_GREATEST = 1e15
+"""Numbers of this size or larger are no measurements."""
 _HERE = ("run_dir", "resume", "overwrite", "weights", "profile", "world_size", "command")
 """Settings that say where a run is."""
 
@@ -139,7 +141,7 @@ def _check_comparable(old: Report, new: Report) -> None:
 
 
 def _blocks(report: Report) -> Numbers:
-    found = np.array(report.block_seconds)
+    found = np.array([seconds for seconds in report.block_seconds if 0 < seconds < _GREATEST])
     if len(found) < _LEAST_BLOCKS:
         raise DataError(
             f"{report.identity.name} has {len(found)} steps after the first ones that can be compared; at least "
@@ -215,7 +217,7 @@ def _curve(report: Report) -> tuple[Numbers, Numbers]:
     known = [
         (step, loss)
         for step, loss in zip(middles, losses[0] if losses else (), strict=False)
-        if loss is not None
+        if loss is not None and abs(loss) < _GREATEST
     ]
     steps, values = zip(*known, strict=True) if known else ((), ())
     return np.array(steps), np.array(values)

@@ -256,7 +256,14 @@ def _saving(report: Report) -> Iterator[Cause]:
     interval = math.ceil(seconds / saves / _GOOD_CHECKPOINTS)
     gain = whole / (whole - seconds + _GOOD_CHECKPOINTS * whole)
     words = f"{saves} saves stop training for {seconds / whole:.0%} of the time"
-    yield Cause("checkpoints", words, None, seconds, seconds / whole, f"--save-every {interval}s", gain)
+    yield Cause(
+        "checkpoints",
+        words,
+        None,
+        seconds,
+        seconds / whole,
+        *_setting(report, f"--save-every {interval}s", gain),
+    )
 
 
 def _evaluating(report: Report) -> Iterator[Cause]:
@@ -269,7 +276,19 @@ def _evaluating(report: Report) -> Iterator[Cause]:
     every = min(number, every) * (now if type(now) is int and now > 0 else 1)
     gain = whole / (whole - seconds + seconds / min(number, every))
     words = f"{number} evaluations take {seconds / whole:.0%} of the time"
-    yield Cause("evaluation", words, None, seconds, seconds / whole, f"--evaluate-every {every}", gain)
+    yield Cause(
+        "evaluation",
+        words,
+        None,
+        seconds,
+        seconds / whole,
+        *_setting(report, f"--evaluate-every {every}", gain),
+    )
+
+
+def _setting(report: Report, advice: str, gain: float) -> tuple[str, float | None]:
+    """Returns an advice of a setting with its gain; nothing for a script, which has no settings of Evener's."""
+    return ("", None) if report.identity.plain_script else (advice, gain)
 
 
 def _lost(report: Report) -> Iterator[Cause]:
@@ -280,6 +299,6 @@ def _lost(report: Report) -> Iterator[Cause]:
     steps = sum(attempt.lost_steps for attempt in report.attempts)
     words = f"{steps:,} steps were repeated after {restarts} restart{'s' * (restarts > 1)}"
     advice = ""
-    if goodput.saves and goodput.checkpoints:
+    if goodput.saves and goodput.checkpoints and not report.identity.plain_script:
         advice = f"--save-every {daly_interval(goodput.checkpoints / goodput.saves, whole / restarts):.0f}s"
     yield Cause("lost steps", words, None, goodput.lost_steps, goodput.lost_steps / whole, advice)
