@@ -112,7 +112,7 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 PLACES = [(name, path) for name, content in FILES.items() for path in places(content) if path]
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(PLACES), ODD), min_size=1, max_size=3))
 def test_odd_values_are_unknown_or_errors(changes: list[tuple[tuple[str, tuple[Any, ...]], Any]]) -> None:
     files = FILES
@@ -138,7 +138,7 @@ WHOLE = report(
 REPORT = json.loads(json.dumps(asdict(ReportFile((WHOLE,)))))
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.sampled_from([path for path in places(REPORT) if path]), ODD)
 def test_odd_reports_are_read_or_errors(path: tuple[Any, ...], odd: Any) -> None:
     with tempfile.TemporaryDirectory() as directory:
