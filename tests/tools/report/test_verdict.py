@@ -212,12 +212,14 @@ def test_saves_are_advised_at_an_interval_that_costs_a_hundredth() -> None:
     )
 
 
-def test_evaluations_are_advised_so_often_that_they_cost_a_tenth() -> None:
+@pytest.mark.parametrize(("now", "advice"), [(1, "--evaluate-every 5"), (2, "--evaluate-every 10")])
+def test_evaluations_are_advised_so_often_that_they_cost_a_tenth(now: int, advice: str) -> None:
     evaluations = tuple(EvaluationPoint(10 * at, at, {}, 5, 5.0) for at in range(10))
-    cause = only(report([rank()], goodput=Goodput(compute=100.0, evaluation=50.0), evaluations=evaluations))
+    goodput = Goodput(compute=100.0, evaluation=50.0)
+    cause = only(report([rank()], goodput=goodput, evaluations=evaluations, settings={"evaluate_every": now}))
     assert (cause.kind, cause.advice, cause.gain) == (
         "evaluation",
-        "--evaluate-every 5",
+        advice,
         pytest.approx(150 / 110, rel=1e-3),
     )
 

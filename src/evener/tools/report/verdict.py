@@ -272,9 +272,10 @@ def _evaluating(report: Report) -> Iterator[Cause]:
     if number < 2 or seconds < _LEAST_SECONDS or seconds < _EVALUATION * whole:
         return
     now = report.identity.settings.get("evaluate_every")
-    every = math.ceil(seconds / (_GOOD_EVALUATION * (whole - seconds))) if seconds < whole else number
-    every = min(number, every) * (now if type(now) is int and now > 0 else 1)
-    gain = whole / (whole - seconds + seconds / min(number, every))
+    fewer = math.ceil(seconds / (_GOOD_EVALUATION * (whole - seconds))) if seconds < whole else number
+    fewer = min(number, fewer)
+    every = fewer * (now if type(now) is int and now > 0 else 1)
+    gain = whole / (whole - seconds + seconds / fewer)
     words = f"{number} evaluations take {seconds / whole:.0%} of the time"
     yield Cause(
         "evaluation",
