@@ -11,6 +11,7 @@ from evener.core.attempts import ATTEMPTS
 from evener.errors import ConfigurationError, DataError, EvenerError
 from evener.tools.report import json_of, report_of
 from evener.tools.report.schema import Report, ReportFile, Series
+from tests.tools.plan.test_choice import calibration
 from tests.tools.report.making import directory, step
 
 
@@ -271,3 +272,41 @@ def test_merges_and_the_ages_of_gradients(tmp_path: Path) -> None:
     assert (merges.number, merges.nbytes, merges.wasted) == (3, 7, 2)
     assert merges.versions_old == {"0": 1, "1": 1, "2-3": 1}
     assert merges.words == ("every 3 steps",)
+
+
+def test_a_run_stands_beside_what_was_planned(tmp_path: Path) -> None:
+    calibration().save(tmp_path / "plan.json")
+    times = {"seconds": 36e-3, "wait_seconds": [4e-3, 4e-3], "input_seconds": [0.0, 1e-4]}
+    records = [step(at, (32e-3, 32e-3), samples=64, shares=[32, 32], **times) for at in range(40)]
+    config = {"strategy": "auto", "strategy_option": [], "mesh": None, "micro_batch": None, "recompute": None}
+    summary = {"task": "small", "world_size": 2, "batch_size": 64}
+    run = directory(tmp_path / "run", records, config=config, summary=summary)
+    prediction = report_of(run, tmp_path / "plan.json").prediction
+    assert prediction is not None
+    assert [term.name for term in prediction.terms] == [
+        "compute",
+        "waiting",
+        "communication",
+        "input",
+        "step",
+    ]
+    assert (prediction.terms[-1].predicted, prediction.terms[-1].measured) == pytest.approx(
+        (36e-3, 36e-3), rel=1e-4
+    )
+    assert prediction.low < 36e-3 < prediction.high
+    assert "as predicted" in prediction.words
+    assert report_of(run).prediction is None
+
+
+def test_collectives_are_counted_for_a_step(tmp_path: Path) -> None:
+    counted = {"name": "all_reduce", "algorithm": "ring", "nbytes": 1024, "calls": 40}
+    summary = {"batch_size": 8, "samples_in_seconds": 156, "collectives": [counted]}
+    (found,) = report_of(
+        directory(tmp_path / "run", [step(at) for at in range(20)], summary=summary)
+    ).collectives
+    assert (found.name, found.algorithm, found.nbytes, found.calls_per_step) == (
+        "all_reduce",
+        "ring",
+        1024,
+        2.0,
+    )
