@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 
 _CHUNK = 8192
-_MOST_KEPT = 1 << 23
+_MOST_KEPT = 1 << 19
 """Numbers by rank that are kept."""
 _LEAST_ROWS, _MOST_ROWS = 128, 4096
 _GREATEST = 1e18
