@@ -14,7 +14,7 @@ from evener.core.task.task import Task
 from evener.distributed.restart_count import generation
 from evener.distributed.watchdog.watchdog import current_watchdog
 
-WORK_SECONDS, FAULT_SECONDS = 0.006, 0.03
+WORK_SECONDS, FAULT_SECONDS = 0.012, 0.04
 LEAK_NBYTES = 2 << 20
 BULK_NBYTES = 1 << 20
 """Gradients that take long on a slow link."""
@@ -78,9 +78,9 @@ def _do(fault: str, step: int) -> None:
         large = torch.ones(512, 512)
         for _ in range(4):
             large @ large
-    elif fault == "death" and step == 12 and generation() == 0:
+    elif fault == "death" and step == 14 and generation() == 0:
         os.kill(os.getpid(), 9)
-    elif fault == "hang" and step == 12:
+    elif fault == "hang" and step == 14:
         time.sleep(1000)
 
 
@@ -115,6 +115,6 @@ def task(fault: str = "none") -> Task:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         train=Samples(fault),
         batch_size=6,
-        epochs=5,
+        epochs=4,
         name="faulty",
     )

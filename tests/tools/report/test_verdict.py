@@ -64,6 +64,12 @@ def test_a_slow_rank_is_named_with_what_is_slow(slow: dict[str, Any], kind: str)
     assert cause.fraction == pytest.approx(0.1 / 0.205, rel=1e-3)
 
 
+@pytest.mark.parametrize(("slowest", "names"), [(0.9, True), (0.5, False)])
+def test_a_rank_that_is_seldom_the_slowest_is_not_slow(slowest: float, names: bool) -> None:
+    slow = rank(compute=0.2, forward=0.14, slowest=slowest)
+    assert bool(verdict_of(report([rank(waiting=0.1, slowest=1 - slowest), slow])).causes) == names
+
+
 def test_a_rank_without_times_of_passes_is_slow_as_a_whole() -> None:
     fast, slow = ({"compute": seconds, "waiting": 0.2 - seconds} for seconds in (0.1, 0.2))
     assert only(report([slow, fast])).kind == "slow rank"

@@ -178,6 +178,7 @@ def _ranks(
     medians = {name: tables.medians(name) for name in names}
     batch_size = report.identity.batch_size or report.identity.samples / tables.number
     shares, each = tables.totals(schema.SHARE) / tables.number, tables.sample_seconds(batch_size)
+    slowest = tables.slowest()
     links, of_ranks = _list(summary.get("link_seconds")), _list(summary.get("ranks"))
 
     def seconds(name: str, rank: int) -> float:
@@ -196,6 +197,7 @@ def _ranks(
             forward=_known(totals[FORWARD], rank),
             backward=_known(totals[BACKWARD], rank),
             sample_seconds=_known(each, rank),
+            slowest=_known(slowest, rank),
             threads=_entry(start.get("threads"), rank),
             workers=_entry(summary.get("workers"), rank),
             host=some_text(_entry(start.get("hosts"), rank, str), 200),

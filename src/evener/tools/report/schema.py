@@ -189,6 +189,8 @@ class RankTotals:
     """Seconds of backward passes, a part of ``compute``. None if not measured."""
     sample_seconds: float | None = None
     """Median compute seconds per sample. None if the rank had none."""
+    slowest: float | None = None
+    """Fraction of the steps in which it took longer than all other ranks, from 0 to 1."""
     threads: int | None = None
     """Threads of PyTorch in an operation."""
     workers: int | None = None

@@ -156,6 +156,13 @@ class StepTables:
         of_rows = _means(self._rows[name], 1)
         return float(np.nan_to_num(_means(of_rows, 0)) * self.number)
 
+    def slowest(self) -> Numbers:
+        """Returns for each rank the fraction of the steps in which it took longest for its work and its samples."""
+        busy = self._rows[COMPUTE] + np.nan_to_num(self._rows[INPUT])
+        busy = busy[np.isfinite(busy).any(axis=1)]
+        first = np.nan_to_num(busy, nan=-1.0).argmax(axis=1) if busy.size else np.empty(0, dtype=np.int64)
+        return np.bincount(first, minlength=busy.shape[1]) / max(1, len(busy))
+
     def sample_seconds(self, batch_size: float) -> Numbers:
         """Returns the median compute seconds per sample of each rank; NaN for a rank without samples."""
         with np.errstate(invalid="ignore", divide="ignore"):

@@ -30,6 +30,8 @@ _BOTH = 1.25
 """A rank is slow as a whole if forward and backward both take so many times as long as on other ranks."""
 _ALIKE = 2.0
 _SHARED = 1.01
+_STEADY = 0.6
+"""A rank is slow if it is the slowest in this part of the steps. Noise makes another rank the slowest in each."""
 _GAIN = 1.03
 """The least predicted speedup of an advice."""
 
@@ -44,7 +46,8 @@ def straggler(report: Report) -> Iterator[Cause]:
     others = [rank for rank in ranks if rank is not slow]
     typical = median(busy[rank.rank] for rank in others)
     longer, step = busy[slow.rank] - typical, step_seconds(ranks)
-    if longer < WORTH * step or busy[slow.rank] < _SLOWER * typical:
+    is_steady = slow.slowest is None or slow.slowest >= _STEADY
+    if longer < WORTH * step or busy[slow.rank] < _SLOWER * typical or not is_steady:
         return
     kind, what = _kind(report, slow, others)
     who = f"rank {others[0].rank} waits" if len(others) == 1 else "the other ranks wait"
