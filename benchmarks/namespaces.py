@@ -85,15 +85,17 @@ class Hosts:
 
     Args:
         count: How many.
-        mbit_per_second: Of each direction of each host's wire; None for as fast as it goes.
+        mbit_per_second: Of each direction of each host's wire, one for all or one for each; None for as fast as it
+            goes.
 
     Raises:
         NoNamespacesError: On entering, if this user or this kernel cannot make them.
     """
 
-    def __init__(self, count: int, mbit_per_second: float | None = None) -> None:
+    def __init__(self, count: int, mbit_per_second: float | Sequence[float | None] | None = None) -> None:
         self.names = [f"host{number}" for number in range(count)]
-        self._rate = mbit_per_second
+        one = mbit_per_second is None or isinstance(mbit_per_second, int | float)
+        self._rates = [mbit_per_second] * count if one else mbit_per_second
         self._switch = f"{_PREFIX}-{os.getpid()}-switch"
         self._namespaces = [f"{_PREFIX}-{os.getpid()}-{number}" for number in range(count)]
 
@@ -159,8 +161,9 @@ class Hosts:
         _ip("-n", namespace, "address", "add", f"{_NETWORK}.{number + 1}/24", "dev", "eth0")
         _ip("-n", self._switch, "link", "set", port, "master", "bridge")
         for owner, device in ((namespace, "eth0"), (self._switch, port)):
-            if self._rate is not None:
-                _limit(owner, device, self._rate)
+            rate = self._rates[number]
+            if rate is not None:
+                _limit(owner, device, rate)
             _ip("-n", owner, "link", "set", device, "up")
 
     def _name(self, namespace: str) -> None:

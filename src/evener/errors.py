@@ -26,6 +26,8 @@ class EvenerError(Exception):
     """Base class of all errors that Evener raises on purpose. ``exit_status`` is the exit status of the command."""
 
     exit_status = 1
+    rank: int | None = None
+    """The rank that is the cause, if one is known."""
 
 
 class ConfigurationError(EvenerError, ValueError):

@@ -17,13 +17,22 @@ from tests.tiers import ALWAYS, NIGHTLY, crossed
 
 ONE = ("--processes", "1", "--device", "cpu")
 COMMANDS = {
+    "report": ("report", "torn", "--json", "out.json", "--overwrite"),
     "plot": ("plot", "torn", "--out", "out.svg", "--overwrite"),
     "export": ("export", "torn", "--to", "out.safetensors", "--overwrite"),
     "evaluate": ("evaluate", "torn", "--task", "tests.tasks:plain", *ONE),
 }
-READERS = {"records.jsonl": ("plot",), "config.json": ("evaluate",), "task.json": ("evaluate",)}
+READERS = {
+    "records.jsonl": ("plot", "report"),
+    "attempts.jsonl": ("report",),
+    "summary.json": ("report",),
+    "config.json": ("evaluate", "report"),
+    "task.json": ("evaluate", "report"),
+}
 FILES = (
     "records.jsonl",
+    "attempts.jsonl",
+    "summary.json",
     "config.json",
     "task.json",
     "latest",

@@ -38,6 +38,16 @@ def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
     assert [record["step"] for record in lines(tmp_path / "records.jsonl")] == [7]
 
 
+def test_steps_of_an_attempt_that_begins_anew_are_lost(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    for counts, lost in ((False, 0), (True, 3)):
+        records = RecordFile(path, counts_lost=counts)
+        assert records.lost_steps == lost
+        for number in range(3):
+            records.write(step(number))
+        records.close()
+
+
 def test_a_run_that_goes_on_keeps_the_records_of_steps_its_checkpoint_knows(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     records = RecordFile(path)
@@ -47,6 +57,7 @@ def test_a_run_that_goes_on_keeps_the_records_of_steps_its_checkpoint_knows(tmp_
     records.close()
     path.write_text(path.read_text() + '{"kind": "step", "st')  # killed while writing
     records = RecordFile(path, steps_done=2)
+    assert (records.lost_steps, records.lost_seconds) == (2, 0.2)
     records.write(step(2))
     records.close()
     assert [(record["kind"], record["step"]) for record in lines(path)] == [

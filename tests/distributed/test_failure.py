@@ -102,6 +102,13 @@ def test_errors_that_name_their_ranks_arrive_unchanged() -> None:
         assert str(failure_of(raised(error), 0).to_error()) == str(error)
 
 
+def test_the_rank_that_is_the_cause_arrives_with_the_error() -> None:
+    late = RankTimeoutError("rank 0 waits")
+    late.rank = 3
+    errors = (IndexError("7"), ShareError("shares"), late, RankTimeoutError("rank 1 is late"))
+    assert [failure_of(raised(error), 2).to_error().rank for error in errors] == [2, 2, 3, None]
+
+
 def test_an_interruption_arrives_with_its_signal() -> None:
     for error in (InterruptedRunError("stopped", 15), KeyboardInterrupt()):
         again = failure_of(raised(error), 0).to_error()

@@ -43,6 +43,25 @@ def test_waiting_does_not_count_and_the_last_mark_does(clock: Clock) -> None:
         assert watch.seconds() == 0
 
 
+def test_forward_passes_are_added_without_waits(clock: Clock) -> None:
+    with HostStopwatch(clock) as watch:
+        for _ in range(2):
+            clock.now += 1
+            watch.begin_forward()
+            clock.now += 2
+            with waiting():
+                clock.now += 30
+            clock.now += 3
+            watch.end_forward()
+            with waiting():
+                clock.now += 40
+            clock.now += 4
+        watch.mark()
+        assert (watch.forward().value(), watch.seconds()) == (10, 20)
+    with watch:
+        assert watch.forward().value() == 0
+
+
 def test_a_wait_inside_of_another_counts_once(clock: Clock) -> None:
     with HostStopwatch(clock) as watch:
         clock.now += 2
@@ -193,11 +212,16 @@ def test_events_are_read_when_the_time_is_asked_for_and_pauses_after_the_mark_do
             clock.now += 20
             with waiting():
                 clock.now += 10
-        clock.now += 3
-        watch.mark()
-        taken = watch.taken()
+        watch.begin_forward()
+        clock.now += 1
         with waiting():
-            clock.now += 50
+            clock.now += 5
+        clock.now += 2
+        watch.end_forward()
+        watch.mark()
+        taken, forward = watch.taken(), watch.forward()
+        with waiting():
+            clock.now += 45
     whole = watch.whole()
     with watch:
         clock.now += 9
@@ -208,6 +232,7 @@ def test_events_are_read_when_the_time_is_asked_for_and_pauses_after_the_mark_do
     assert second.value() == pytest.approx(9)
     assert whole.value() == pytest.approx(1 + 30 + 3 + 50)
     assert sum(event.waited_for for event in events) == 3
+    assert forward.value() == pytest.approx(3)
 
 
 @pytest.mark.gpu

@@ -70,8 +70,10 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     assert summary["metrics"].keys() == {"loss", "accuracy"}
     assert {"evener", "python", "torch"} <= summary["versions"].keys()
     assert [set(rank) for rank in summary["ranks"]] == [
-        {"compute_seconds", "wait_seconds", "input_seconds"}
+        {f"{name}_seconds" for name in ("compute", "wait", "input", "forward", "cpu", "queued")}
     ] * 2
+    (summed,) = summary["collectives"]
+    assert summed == {"name": "all_reduce", "algorithm": summary["allreduce"], "nbytes": 664, "calls": 8}
     assert summary["interrupted"] is False
 
     reference = alone()
@@ -96,6 +98,18 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     assert summary["allreduce"].startswith("shared-memory")
     steps = [record for record in lines(run_dir) if record["kind"] == "step"]
     assert all(record["seconds"] > 0 and record["lr"] == 0.1 for record in steps)
+    for step in steps:
+        pairs = zip(step["forward_seconds"], step["compute_seconds"], strict=True)
+        assert all(0 < forward < compute for forward, compute in pairs)
+    start, *saves = [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines()]
+    assert (start["kind"], start["step"], start["run"]["world_size"], start["run"]["threads"]) == (
+        "start",
+        0,
+        2,
+        [1, 1],
+    )
+    assert 0 < start["startup_seconds"] < 200
+    assert {save["kind"] for save in saves} <= {"save"}
     weights = sum(value.nbytes for value in trained.weights.values())
     peaks = [max(column) for column in zip(*(record["memory_peak"] for record in steps), strict=True)]
     assert min(peaks) > 2**20  # of two whole processes

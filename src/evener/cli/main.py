@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from evener.cli import (
     bench,
+    compare,
     completion,
     devices,
     evaluate,
@@ -20,6 +21,7 @@ from evener.cli import (
     plan,
     plot,
     predict,
+    report,
     resize,
     run,
     sources,
@@ -42,6 +44,8 @@ COMMANDS = (
     verify,
     plan,
     plot,
+    report,
+    compare,
     devices,
     bench,
     export,

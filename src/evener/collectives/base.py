@@ -14,6 +14,7 @@ the last bit drift apart, and nobody notices until the run is lost.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -36,6 +37,8 @@ It must be the same in every call for a tensor, and differ between tensors. A tu
 the parameters of a bucket. If a new key contains a part of an older key, it replaces the older one: a part belongs to
 one bucket only.
 """
+
+_MOST_SIZES = 256
 
 
 class PieceKey(NamedTuple):
@@ -203,6 +206,8 @@ class AllReduce(ABC):
         self.roll_call = RollCall(resolved)
         self.given_nbytes = 0
         """Bytes of all dense tensors that it was given so far."""
+        self.calls = Counter[int]()
+        """The number of calls with a dense tensor, by its bytes. Of many sizes only the first ones are kept."""
         self.note = ""
         """A remark for the user, such as why it was made in place of another one; may be empty."""
 
@@ -247,6 +252,8 @@ class AllReduce(ABC):
         if tensor.requires_grad:
             tensor = tensor.detach()
         self.given_nbytes += tensor.nbytes
+        if tensor.nbytes in self.calls or len(self.calls) < _MOST_SIZES:
+            self.calls[tensor.nbytes] += 1
         if is_half(tensor) and not self.adds_halves_in_float32:
             wide = tensor.float().contiguous()
             return ChainedWork(self.start_for(wide, key), lambda: tensor.copy_(wide), (tensor, wide))

@@ -46,6 +46,19 @@ class RunStart:
     """True if the shares are later adapted to the speed of the ranks."""
     merging: str = ""
     """Description of how replicas merge; empty if all ranks meet in each step."""
+    hosts: tuple[str, ...] = ()
+    """The host of each rank."""
+    threads: tuple[int, ...] = ()
+    """For each rank, the threads of PyTorch in an operation."""
+    cores: tuple[int, ...] = ()
+    """For each rank, the cores that it may use together with the other ranks of its host."""
+    memory_limits: tuple[int | None, ...] = ()
+    """For each rank the bytes of memory that it may use: its limit, or the memory of its GPU. None for no limit;
+    empty if no rank has one."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Versions of Evener, Python, torch and NumPy."""
+    startup_seconds: float | None = None
+    """Seconds from the start of rank 0, or since the ranks began to meet again, to the begin of training."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +117,9 @@ class StepRecord:
     """Time that each rank waited for others until all gradients were summed."""
     input_seconds: tuple[float, ...] = ()
     """Time that each rank waited for samples, before the step."""
+    forward_seconds: tuple[float, ...] = ()
+    """Time of each rank's forward passes, a part of ``compute_seconds``; empty if the strategy does not tell them
+    apart from backward passes."""
     memory_held: tuple[int, ...] = ()
     """Bytes in use on each rank: on a GPU by PyTorch's tensors; on a CPU by the process, or with a memory_limit by the
     tensors that count towards the limit."""
@@ -200,7 +216,8 @@ class RunSummary:
     seed: int
     """Seed of the initial weights and the order of samples."""
     ranks: list[dict[str, float]] = field(default_factory=list)
-    """Seconds of each rank: its compute time, and its time of waiting for others and for input."""
+    """Seconds of each rank: its compute time, that of its forward passes, its time of waiting for others and for input,
+    and the CPU time of all its threads, with the time for which they had no core (``queued_seconds``)."""
     interrupted: bool = False
     """True if the run was stopped before its end."""
     run_dir: str | None = None
@@ -261,6 +278,11 @@ class RunSummary:
     """Description of the recorded profile, with its files; empty if none was asked for."""
     reading: str = ""
     """The rank that waited longest for its batches, and the cause; empty if no rank waited for long."""
+    collectives: list[dict[str, Any]] = field(default_factory=list)
+    """All-reduces of rank 0 in this run: ``name``, ``algorithm``, ``nbytes`` of one call, and ``calls``."""
+    link_seconds: list[float] = field(default_factory=list)
+    """For each rank the seconds for a message to the next rank and back; empty if communication took too little of the
+    time to be worth a measurement."""
 
     def __repr__(self) -> str:
         """Returns the result in one line; `as_json` returns all fields."""
@@ -295,10 +317,18 @@ class RecordFile:
         path: The file; its previous content is replaced.
         steps_done: Steps taken before the run resumes. Earlier records of these steps are kept.
         evaluated: Whether to keep an evaluation after the last of these steps. Otherwise the run repeats it.
+        counts_lost: Whether the steps of a file are counted as lost if none of them is kept.
     """
 
-    def __init__(self, path: Path, steps_done: int = 0, evaluated: bool = True) -> None:
-        kept = _records_until(path, steps_done, evaluated) if steps_done and path.exists() else []
+    def __init__(
+        self, path: Path, steps_done: int = 0, evaluated: bool = True, counts_lost: bool = False
+    ) -> None:
+        kept, lost = list[str](), list[float]()
+        if (steps_done or counts_lost) and path.exists():
+            kept, lost = _records_until(path, steps_done, evaluated)
+        self.lost_steps, self.lost_seconds = len(lost), sum(lost)
+        """The number of steps whose records were not kept, and their seconds."""
+        kept = kept if steps_done else []
         replace_text(path, "".join(kept))
         steps = (record["step"] + 1 for record in map(json.loads, kept) if record["kind"] == StepRecord.kind)
         self.steps_done = max(steps, default=0)
@@ -332,12 +362,12 @@ class RecordFile:
         self._file.close()
 
 
-def _records_until(path: Path, steps_done: int, evaluated: bool) -> list[str]:
-    """Returns the lines of the first ``steps_done`` steps. A run that was killed may have written further steps, which
-    are not in its checkpoint.
+def _records_until(path: Path, steps_done: int, evaluated: bool) -> tuple[list[str], list[float]]:
+    """Returns the lines of the first ``steps_done`` steps, and the seconds of each further step. A run that was killed
+    may have written such steps, which are not in its checkpoint.
     """
     repeated = None if evaluated else (EvaluationRecord.kind, steps_done)
-    kept = []
+    kept, lost = list[str](), list[float]()
     with open_regular(path) as file:
         for number, line in enumerate(lines_of(file), 1):
             if (
@@ -348,12 +378,14 @@ def _records_until(path: Path, steps_done: int, evaluated: bool) -> list[str]:
                 record = parsed(line.decode())
                 if _steps_at(record) <= steps_done and (record["kind"], record["step"]) != repeated:
                     kept.append(line.decode())
+                elif record["kind"] == StepRecord.kind:
+                    lost.append(float(record.get("seconds") or 0.0))
             except (ValueError, TypeError, KeyError, OverflowError) as error:
                 raise DataError(
                     f"{path}, line {number} is no record: {error}; take the line out, or go on in another directory, "
                     "with --run-dir"
                 ) from error
-    return kept
+    return kept, lost
 
 
 def _steps_at(record: dict[str, Any]) -> int:

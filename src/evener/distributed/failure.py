@@ -86,10 +86,11 @@ class Failure:
             return InterruptedRunError(f"rank {self.rank} was {self.message}", self.exit_status - 128)
         if again is None:
             error = RankError(f"rank {self.rank} {self.message}\n\n{self.traceback}".rstrip())
-            error.exit_status = self.exit_status
+            error.exit_status, error.rank = self.exit_status, self.rank
             return error
         if not isinstance(again, RankError | RankTimeoutError | InterruptedRunError):
             again.args = (f"rank {self.rank}: {said(again)}", *again.args[1:])
+            again.rank = self.rank
         return again
 
     def _unpickled(self) -> EvenerError | None:

@@ -73,6 +73,19 @@ class Stopwatch(ABC):
         """
 
     @abstractmethod
+    def begin_forward(self) -> None:
+        """Marks the begin of a forward pass."""
+
+    @abstractmethod
+    def end_forward(self) -> None:
+        """Marks the end of a forward pass."""
+
+    @abstractmethod
+    def forward(self) -> Readout:
+        """Returns the time of all forward passes since the start without pauses, in seconds; a readout like that of
+        `taken`."""
+
+    @abstractmethod
     def whole(self) -> Readout:
         """Returns the time from start to now, including pauses, in seconds, as a readout like that of `taken`."""
 
@@ -104,10 +117,11 @@ class HostStopwatch(Stopwatch):
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._started = self._began = self._paused = self._seconds = 0.0
+        self._pass = self._forward = 0.0
 
     def start(self) -> None:
         self._started = self._began = self._clock()
-        self._seconds = 0.0
+        self._seconds = self._forward = 0.0
 
     def mark(self) -> None:
         self._seconds = self._clock() - self._began
@@ -117,6 +131,15 @@ class HostStopwatch(Stopwatch):
 
     def resume(self) -> None:
         self._began += self._clock() - self._paused
+
+    def begin_forward(self) -> None:
+        self._pass = self._clock() - self._began
+
+    def end_forward(self) -> None:
+        self._forward += self._clock() - self._began - self._pass
+
+    def forward(self) -> Readout:
+        return ReadyValue(self._forward)
 
     def taken(self) -> Readout:
         return ReadyValue(self._seconds)
@@ -135,6 +158,7 @@ class EventStopwatch(Stopwatch):
         self._began = _event()
         self._marked: torch.Event | None = None
         self._pauses: list[Pause] = []
+        self._passes: list[tuple[torch.Event, torch.Event, list[Pause]]] = []
         self._counted = 0
 
     def mark(self) -> None:
@@ -145,6 +169,18 @@ class EventStopwatch(Stopwatch):
 
     def resume(self) -> None:
         self._pauses.append((self._paused, _event()))
+
+    def begin_forward(self) -> None:
+        self._pass = _event(), len(self._pauses)
+
+    def end_forward(self) -> None:
+        begun, pauses = self._pass
+        self._passes.append((begun, _event(), self._pauses[pauses:]))
+
+    def forward(self) -> Readout:
+        """Returns the time of the forward passes. Reading the value waits until the device has passed the last one."""
+        passes = self._passes
+        return DeferredValue(lambda: sum(_elapsed_seconds(*each) for each in passes))
 
     def taken(self) -> Readout:
         """Returns the time without pauses. Reading the value waits until the device has passed the last mark."""

@@ -8,6 +8,7 @@ user's own do not meet this requirement.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -59,6 +60,12 @@ class PostBackwardSum(Reducer):
     @property
     def words(self) -> str:  # type: ignore[override]
         return self._all_reduce.words
+
+    def collectives(self) -> list[dict[str, Any]]:
+        sizes, algorithm = sorted(self._all_reduce.calls.items()), self._all_reduce.words
+        return [
+            {"name": "all_reduce", "algorithm": algorithm, "nbytes": n, "calls": calls} for n, calls in sizes
+        ]
 
     @property
     def bucket_nbytes(self) -> int:  # type: ignore[override]

@@ -24,7 +24,7 @@ from evener.core.config.offload import Offload
 from evener.core.config.recompute import Recompute
 from evener.core.types import Tree
 from evener.data.batch import Batch, MicroBatch
-from evener.hardware.async_read import Readout
+from evener.hardware.async_read import Readout, ReadyValue
 from evener.hardware.memory.step_usage import NOTHING, Lap, MemoryUse
 
 
@@ -88,6 +88,9 @@ class StrategySettings:
         return self.dtype or self.precision.weights
 
 
+_NOT_MEASURED: Readout = ReadyValue(0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """The result of one rank's forward and backward passes in a step, before the update. On a GPU, its numbers are read
@@ -136,6 +139,8 @@ class StepOutcome:
     """How the set of trained parameters differs from the set at the start: one text for each parameter."""
     has_changed: bool = False
     """True if ``changes`` changed in this step."""
+    forward_seconds: Readout = _NOT_MEASURED
+    """Seconds of forward passes, a part of ``compute_seconds``; 0 if not measured."""
 
     @property
     def missing_code(self) -> float:

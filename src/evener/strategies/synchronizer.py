@@ -36,6 +36,10 @@ class GradientSum:
     follows: bool = False
     """True if parameters may be frozen and unfrozen between steps (`TrainableParameters`)."""
 
+    def collectives(self) -> list[dict[str, Any]]:
+        """Returns the all-reduces of this rank so far: ``name``, ``algorithm``, ``nbytes`` of a call, and ``calls``."""
+        return []
+
     def wrap(self, replica: nn.Module) -> nn.Module:
         """Wraps the model-with-loss module (as DDP does). The wrapped module maps a micro-batch to its summed loss."""
         return replica
@@ -162,6 +166,9 @@ class SynchronizerAround(Synchronizer):
     @property
     def bucket_nbytes(self) -> int:  # type: ignore[override]
         return self._inner.bucket_nbytes
+
+    def collectives(self) -> list[dict[str, Any]]:
+        return self._inner.collectives()
 
     def wrap(self, replica: nn.Module) -> nn.Module:
         return self._inner.wrap(replica)

@@ -71,6 +71,18 @@ class WorkTimer:
         """Returns the seconds of work in the last step, with emulated delay and without waiting."""
         return self._stopwatch.taken()
 
+    def begin_forward(self) -> None:
+        """Marks the begin of a forward pass."""
+        self._stopwatch.begin_forward()
+
+    def end_forward(self) -> None:
+        """Marks the end of a forward pass."""
+        self._stopwatch.end_forward()
+
+    def forward(self) -> Readout:
+        """Returns the seconds of the forward passes of the last step, a part of `taken`."""
+        return self._stopwatch.forward()
+
     def elapsed(self) -> Readout:
         """Returns the seconds of the rank's whole part of the last step, waiting included."""
         return self._elapsed

@@ -223,6 +223,7 @@ class Engine:
         self.feed.observe_step(step)
         self.times.compute += step.own_seconds.compute
         self.times.wait += step.own_seconds.wait
+        self.times.forward += step.own_seconds.forward
 
     def _advance(self, batch: Batch) -> None:
         if not self.learner.left_out:

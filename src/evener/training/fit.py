@@ -6,10 +6,12 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, Unpack
+
+import psutil
 
 from evener.checkpoint import layout as folder
 from evener.checkpoint.weights_file import read_weights
@@ -172,23 +174,27 @@ class FitJob:
     run_home: Path | None
     sent_back: bool
     """True if the rank sends its result back to the launcher, which needs only one result from each machine."""
+    began: float = field(default_factory=time.time)
+    """When the run was started, in seconds since the epoch."""
 
     def __call__(self) -> Trained | None:
         """Runs the job, and runs it again each time that this rank survives while another is replaced."""
         job, heir = self, CarriedState() if succeeds() else None
+        began = self.began if generation() == 0 else psutil.Process().create_time()
         if heir is not None:
             say_ready(Path(os.environ[RUN_DIR]))
         while True:
             try:
-                return job._run(heir)
+                return job._run(heir, began)
             except RegroupError:
                 return None
             except RestartWithStateError as handed_on:
                 start, heir = handed_on.start, handed_on.heir
+                began = time.time()
             rejoin(start)
             job = replace(_as_sent(), observers=self.observers, callback=self.callback)
 
-    def _run(self, heir: CarriedState | None) -> Trained | None:
+    def _run(self, heir: CarriedState | None, began: float) -> Trained | None:
         config = self.config
         with (
             Session(device=config.device, timeout_seconds=config.timeout_seconds) as session,
@@ -202,7 +208,7 @@ class FitJob:
             config = config.replace(resume=resume, weights=config.weights if resume is None else None)
             observers = [*self.observers, *self._note(config.run_dir)]
             trained = Run(
-                task, config, session, self.show, observers, heir, self.callback, elsewhere
+                task, config, session, self.show, observers, heir, self.callback, elsewhere, began
             ).execute()
             return trained if not self.sent_back or session.environment.local_rank == 0 else None
 

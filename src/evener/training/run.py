@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -14,6 +15,7 @@ from torch import Tensor
 from evener.checkpoint.layout import CHECKPOINTS, CheckpointDirectory, saved_in
 from evener.checkpoint.remote.upload import RemoteRun
 from evener.components.model_init import named_tensors
+from evener.core.attempts import append_attempt, fault_record
 from evener.core.config.run_config import RunConfig
 from evener.core.elsewhere import shown
 from evener.core.observer import Observer
@@ -22,7 +24,7 @@ from evener.core.task.task import Task
 from evener.core.text import few
 from evener.data.batch import Batch
 from evener.distributed.recovery.deferred_free import bury
-from evener.distributed.session import Session
+from evener.distributed.session import RUN_DIR, Session
 from evener.distributed.signals import Deferral, asked, check, deferring, last_words
 from evener.errors import InterruptedRunError, RankError
 from evener.nn.fqn import clean_name
@@ -35,7 +37,7 @@ from evener.training.lifecycle.save_schedule import Best, Saving
 from evener.training.reporting.run_dir import Records, RunDirectory, earlier_runs_message, goes_on_in
 from evener.training.reporting.summary_counters import Clock, SummaryCounters
 from evener.training.reporting.terminal import Terminal
-from evener.training.run_report import RankPart, RunReport
+from evener.training.run_report import RunReport
 from evener.training.survey import head_line
 
 
@@ -71,6 +73,7 @@ class Run:
         heir: CarriedState | None = None,
         callback: Callback | None = None,
         elsewhere: RemoteRun | None = None,
+        began: float | None = None,
     ) -> None:
         self._task, self._config, self._session = task, config, session
         self._callback = callback or Callback()
@@ -104,7 +107,7 @@ class Run:
                 self._engine.state.saver.not_uploaded = elsewhere.not_uploaded
             self._tally = SummaryCounters(self._engine.learner.data.degree, task.metrics)
             self._engine.observers.add(self._tally)
-            self._report = RunReport(self._engine, self._tally, self._clock)
+            self._report = RunReport(self._engine, self._tally, self._clock, began)
             self._best = Best(config.keep_best)
             self._engine.state.kept |= {"callback": self._callback, "best": self._best}
             self._engine.state.kept["guard"] = self._engine.guard
@@ -164,8 +167,9 @@ class Run:
                     engine.learner.check_weights(engine.steps_done)
                     engine.profiler.close()
                     average = self._averages()
-                    parts = self._session.control.gather_objects(RankPart.of_engine(engine))
-                summary = self._report.summary(parts, tensors)
+                    parts = self._session.control.gather_objects(self._report.part())
+                    links = self._report.links(parts)
+                summary = self._report.summary(parts, tensors, links=links)
             except RestartWithStateError:
                 engine.profiler.close()
                 self._end(None)
@@ -175,6 +179,8 @@ class Run:
             except (Exception, KeyboardInterrupt) as error:
                 if asked() is not None or isinstance(error, InterruptedRunError | KeyboardInterrupt):
                     summary = self._interrupted()
+                elif self._records is not None and self._config.run_dir and RUN_DIR not in os.environ:
+                    append_attempt(self._config.run_dir, fault_record(error))  # else the launcher writes it
                 raise
             finally:
                 self._end(summary)
@@ -199,7 +205,7 @@ class Run:
     def _interrupted(self) -> RunSummary:
         """Returns a summary from what this rank alone knows, because the other ranks may be gone."""
         self._engine.profiler.close()
-        parts = [RankPart.of_engine(self._engine)] * self._session.world_size
+        parts = [self._report.part()] * self._session.world_size
         return self._report.summary(parts, named_tensors(self._engine.model), interrupted=True)
 
     def _deferring(self) -> AbstractContextManager[Deferral]:

@@ -6,6 +6,7 @@ Each part describes itself: the learner, the counters, and every rank. Here the 
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,16 +15,23 @@ import torch
 from torch import Tensor
 
 from evener import checkpoint
+from evener.collectives.hierarchical_sum import MOST_ROWS
+from evener.collectives.tuning.measure import round_trip_seconds
 from evener.components.model_init import whole_size
 from evener.core.elsewhere import shown
 from evener.core.records import RunStart, RunSummary
+from evener.distributed.environment import usable_cores
 from evener.hardware import accelerators
+from evener.hardware.cpu_time import CpuTime, cpu_time
 from evener.strategies.description import describe
 from evener.training.engine import Engine
 from evener.training.profiling import ProfileOutcome, profile_text
 from evener.training.reporting.summary_counters import Clock, SummaryCounters
 from evener.version import evener_version
 
+_MUCH, _LEAST_SECONDS = 0.2, 0.5
+"""Links are measured if this part of the time, and at least so many seconds, went into communication."""
+_OF_STEPS = ("compute_seconds", "wait_seconds", "input_seconds")
 WAITING = 0.1
 """Part of its time from which on a rank is reported to wait for batches."""
 
@@ -43,12 +51,23 @@ class RankPart:
     profile: ProfileOutcome | None = None
 
     @classmethod
-    def of_engine(cls, engine: Engine) -> RankPart:
-        """Returns the part of this rank."""
-        learner, times = engine.learner, engine.times
+    def of_engine(cls, engine: Engine, before: CpuTime) -> RankPart:
+        """Returns the part of this rank.
+
+        Args:
+            before: The CPU time of this process when training began.
+        """
+        learner, times, now = engine.learner, engine.times, cpu_time()
         return cls(
             accelerators.description_of(engine.session.device),
-            {"compute_seconds": times.compute, "wait_seconds": times.wait, "input_seconds": times.input},
+            {
+                "compute_seconds": times.compute,
+                "wait_seconds": times.wait,
+                "input_seconds": times.input,
+                "forward_seconds": times.forward,
+                "cpu_seconds": max(0.0, now.busy - before.busy),
+                "queued_seconds": max(0.0, now.queued - before.queued),
+            },
             engine.config.workers,
             learner.offloaded.peaks,
             learner.graphs.made,
@@ -75,10 +94,18 @@ class RunReport:
     Args:
         counters: An observer of the run's engine.
         clock: Measures the training.
+        began: When the ranks were started, in seconds since the epoch. None if not known.
     """
 
-    def __init__(self, engine: Engine, counters: SummaryCounters, clock: Clock) -> None:
-        self._engine, self._counters, self._clock = engine, counters, clock
+    def __init__(
+        self, engine: Engine, counters: SummaryCounters, clock: Clock, began: float | None = None
+    ) -> None:
+        self._engine, self._counters, self._clock, self._began = engine, counters, clock, began
+        self._cpu = cpu_time()
+
+    def part(self) -> RankPart:
+        """Returns what this rank contributes to the summary."""
+        return RankPart.of_engine(self._engine, self._cpu)
 
     @property
     def _run_dir(self) -> str | None:
@@ -108,11 +135,18 @@ class RunReport:
         engine, world_size, data = self._engine, self._engine.session.world_size, self._engine.learner.data
         resolved = {"task": engine.task.name, **engine.config.as_dict()}
         resolved |= {"batch_size": engine.batch_size, "world_size": world_size}
-        devices = engine.session.control.gather_objects(accelerators.description_of(engine.session.device))
+        facts = engine.session.control.gather_objects(self._facts())
+        devices, hosts, threads, cores, limits = zip(*facts, strict=True)
         shares, learns = engine.feed.first_shares(engine.progress)
         about = describe(engine.learner)
         return RunStart(
-            devices=tuple(devices),
+            devices=devices,
+            hosts=hosts,
+            threads=threads,
+            cores=cores,
+            memory_limits=limits if any(limits) else (),
+            versions=versions(),
+            startup_seconds=None if self._began is None else max(0.0, time.time() - self._began),
             shares=shares,
             by_cost=engine.feed.divides_by_cost,
             learns=learns,
@@ -130,14 +164,42 @@ class RunReport:
             parts=tuple(data.owners(range(data.degree))),
         )
 
+    def _facts(self) -> tuple[str, str, int, int, int | None]:
+        """Returns the device of this rank, its host, its threads and cores, and its memory limit in bytes."""
+        session, limits = self._engine.session, self._engine.learner.settings.limits
+        limit = limits.limit_for(session.rank, self._engine.steps_done) if limits else None
+        limit = accelerators.whole_memory_of(session.device) if limit is None else limit
+        device, host = accelerators.description_of(session.device), session.environment.host
+        return device, host, torch.get_num_threads(), usable_cores(), limit
+
+    def links(self, parts: Sequence[RankPart]) -> list[float]:
+        """Measures the links between the ranks if communication took much of the time. A collective call.
+
+        Returns:
+            For each rank the seconds of a message to the next rank and back; empty if it was not measured.
+        """
+        world, times = self._engine.session.world, [part.times for part in parts]
+        whole = sum(sum(each[name] for name in _OF_STEPS) for each in times) / len(times)
+        least = min(each["wait_seconds"] for each in times)
+        few = 2 < len(parts) <= MOST_ROWS
+        if world is None or self._run_dir is None or not few or least < max(_MUCH * whole, _LEAST_SECONDS):
+            return []
+        with self._engine.session.watchdog.phase("measuring the links", step=self._engine.steps_done):
+            return round_trip_seconds(world)
+
     def summary(
-        self, parts: Sequence[RankPart], weights: Mapping[str, Tensor], interrupted: bool = False
+        self,
+        parts: Sequence[RankPart],
+        weights: Mapping[str, Tensor],
+        interrupted: bool = False,
+        links: Sequence[float] = (),
     ) -> RunSummary:
         """Describes the run at its end.
 
         Args:
             parts: The parts of all ranks.
             weights: All parameters and buffers by name, whole.
+            links: The result of `links`.
         """
         engine, learner, seconds = self._engine, self._engine.learner, self._clock.seconds
         cost_shares = self._counters.cost_fractions()
@@ -169,6 +231,8 @@ class RunReport:
             graph_breaks=sum(part.graph_breaks for part in parts),
             skipped_steps=engine.guard.skipped,
             average=learner.average.words,
+            link_seconds=list(links),
+            collectives=learner.synchronizer.collectives(),
             profile=profile_text([part.profile for part in parts]),
         )
 

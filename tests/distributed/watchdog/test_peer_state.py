@@ -10,7 +10,7 @@ import pytest
 from evener.distributed.hosts import host_token
 from evener.distributed.watchdog.hang_rules import may_look, verdict
 from evener.distributed.watchdog.heartbeat import Heartbeat
-from evener.distributed.watchdog.peer_state import PeerState, report_on, should_look
+from evener.distributed.watchdog.peer_state import PeerState, late_rank, report_on, should_look
 
 FAR = Heartbeat(rank=1, host="elsewhere", pid=12, count=1, time=0.0, limit=10.0)
 
@@ -31,6 +31,15 @@ def test_a_rank_at_work_makes_the_wait_for_it_hopeless_but_not_its_own() -> None
     at_work = replace(FAR, rank=1, phase="forward", seconds=500.0)
     assert speaks(waiting(0, 10.5), at_work)
     assert not speaks(at_work, waiting(0, 5.0))
+
+
+def test_the_rank_that_others_wait_for_is_the_one_that_does_not_wait() -> None:
+    at_work = replace(FAR, rank=2, phase="forward", seconds=500.0)
+    waits = [PeerState(rank, waiting(rank, 9.0)) for rank in (1, 3)]
+    assert late_rank([*waits, PeerState(2, at_work)]) == 2
+    assert late_rank([*waits, PeerState(4)]) == 4  # has never been heard of
+    assert late_rank(waits) is None
+    assert late_rank([]) is None
 
 
 def test_ranks_in_different_waits_never_meet() -> None:

@@ -91,7 +91,15 @@ def test_what_a_run_leaves_elsewhere(tmp_path: Path) -> None:
         if path.is_file() and (path.name == ".metadata" or not path.name.startswith(".")):
             assert places.content()[f"run/{path.relative_to(here)}"] == path.read_bytes(), path
     assert {name.split("/")[1] for name in places.content()} == {
-        *("evener.json", "config.json", "task.json", "records.jsonl", "summary.json", "checkpoints")
+        *(
+            "evener.json",
+            "config.json",
+            "task.json",
+            "records.jsonl",
+            "attempts.jsonl",
+            "summary.json",
+            "checkpoints",
+        )
     }
     assert json.loads(places.content()["run/config.json"])["run_dir"] == URL
     assert json.loads(places.content()["run/summary.json"])["run_dir"] == URL

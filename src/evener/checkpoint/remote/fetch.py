@@ -23,6 +23,7 @@ from evener.checkpoint import checksums as sums
 from evener.checkpoint import layout as folder
 from evener.checkpoint.remote.files import RemoteFiles
 from evener.checkpoint.run_mark import MARK, run_in
+from evener.core.attempts import ATTEMPTS
 from evener.core.elsewhere import url_of
 from evener.core.os_errors import storage_errors
 from evener.core.records import RECORDS
@@ -32,7 +33,7 @@ from evener.files import LONGEST, parsed
 
 UNSENT = ".unsent"
 """Exists in a local directory from the start of a run until everything is uploaded."""
-SMALL = (MARK, "config.json", "task.json", "summary.json", COUNTS, RECORDS)
+SMALL = (MARK, "config.json", "task.json", "summary.json", COUNTS, RECORDS, ATTEMPTS)
 """Files of a run beside its checkpoints."""
 POINTERS = (folder.LATEST, folder.BEST, folder.BEST_VALUE)
 _MERGING, _RUNNING = ".merging.lock", ".running.lock"

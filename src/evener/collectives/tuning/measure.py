@@ -39,7 +39,7 @@ Sum = Callable[[Tensor], Work]
 """An all-reduce, or one with a fixed number of segments."""
 SIZES = tuple(1 << exponent for exponent in range(10, 27, 2))
 """1 KiB to 64 MiB."""
-_SMALL_NBYTES, _LARGE_NBYTES = 1024, 4 << 20
+_SMALL_NBYTES, _PROBE_NBYTES, _LARGE_NBYTES = 1024, 1 << 19, 4 << 20
 _BUDGET_SECONDS = 0.15
 _LEAST, _MOST = 3, 30
 _ENOUGH_SECONDS = 1.0
@@ -215,9 +215,31 @@ def _link(messages: Messages, a: int, b: int, rank: int, device: torch.device) -
     return Link(max(small - beta * _SMALL_NBYTES, 0.0), beta) if rank == a else None
 
 
-def _one_way_seconds(messages: Messages, a: int, b: int, rank: int, buffer: Tensor) -> float:
+def round_trip_seconds(group: dist.ProcessGroup) -> list[float]:
+    """Returns for each rank the seconds of a message of 512 KiB to the next rank and back. Rank 0 is next to the
+    last rank. All ranks must call this together.
+
+    Ranks that are no neighbors measure at the same time::
+
+        round 0    0 - 1    2 - 3           round 1    1 - 2    3 - 4           round 2    4 - 0, if their number is odd
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    buffer = torch.zeros(_PROBE_NBYTES, dtype=torch.uint8, device=device_of(group))
+    rounds = [range(0, size - 1, 2), range(1, size, 2), [size - 1] if size % 2 else []]
+    mine = 0.0
+    with closing(Messages(group, 60.0)) as messages:
+        for a, b in [(a, (a + 1) % size) for together in rounds for a in together]:
+            if rank in (a, b):
+                found = 2 * _one_way_seconds(messages, a, b, rank, buffer, 3)
+                mine = found if rank == a else mine
+        return all_gather(mine, group)
+
+
+def _one_way_seconds(
+    messages: Messages, a: int, b: int, rank: int, buffer: Tensor, repeats: int = 8
+) -> float:
     times = []
-    for _ in range(8):
+    for _ in range(repeats):
         start = time.perf_counter()
         if rank == a:
             _finish(messages.post([(b, buffer)], [], 0), buffer)

@@ -31,6 +31,7 @@ from evener.core.text import printable
 from evener.distributed import loopback
 from evener.distributed.failure import Failure, first, is_hopeless, may_be_replaced, recorded_failure
 from evener.distributed.launch.agent_scope import quiet, signals_restored
+from evener.distributed.launch.fault_note import note_fault
 from evener.distributed.launch.group_changes import GroupChanges
 from evener.distributed.launch.launcher_watchdog import LauncherWatchdog
 from evener.distributed.launch.process_count import Headcount, dead
@@ -43,12 +44,7 @@ from evener.distributed.restart_count import START
 from evener.distributed.signals import GRACE_SECONDS, interruption, stop_signals
 from evener.distributed.watchdog.heartbeat import Heartbeat
 from evener.distributed.watchdog.peer_state import PeerState, report_on
-from evener.errors import (
-    EvenerError,
-    InterruptedRunError,
-    RankError,
-    RankTimeoutError,
-)
+from evener.errors import EvenerError, InterruptedRunError, RankError, RankTimeoutError
 from evener.torch_internals.elastic import ElasticAgent, failed, running
 
 _KILL_SECONDS = round(GRACE_SECONDS) + 1
@@ -250,6 +246,7 @@ class Agent(ElasticAgent):
         """
         failures = {each.local_rank: self._failure(rank, each) for rank, each in result.failures.items()}
         cause = first(failures.values())
+        note_fault(self._run_dir, cause, self._lookout.found)
         hopeless = self._lookout.was_done or is_hopeless(failures.values())
         hopeless, is_free = self._changes.judged(self.start_number, cause, hopeless, self._progressed())
         if is_free and not hopeless:
@@ -279,6 +276,7 @@ class Agent(ElasticAgent):
         if not may_be_replaced(found) or not take_at_their_word(self._run_dir, stay, self.start_number):
             return False
         self._roots = set()
+        note_fault(self._run_dir, first(found))
         self._say_replaced(found)
         for failure in failures.values():
             self._kill_group(failure.pid)

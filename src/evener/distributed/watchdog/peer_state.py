@@ -168,3 +168,9 @@ def report_on(standings: Iterable[PeerState], stacks: Mapping[int, str] | None =
         lines.append(f"  {standing.describe()}")
         lines += [found[standing.rank]] if found.get(standing.rank) else []
     return "\n".join(lines)
+
+
+def late_rank(others: Iterable[PeerState]) -> int | None:
+    """Returns the rank that the others wait for: one that is lost, missing or at work. None if all wait."""
+    latest = min(others, key=lambda standing: standing.lateness, default=None)
+    return None if latest is None or latest.lateness[:3] == (True, True, True) else latest.rank

@@ -51,7 +51,7 @@ from evener.distributed.watchdog.heartbeat import (
     interval_of,
 )
 from evener.distributed.watchdog.idle_time import Activity
-from evener.distributed.watchdog.peer_state import PeerState, report_on
+from evener.distributed.watchdog.peer_state import PeerState, late_rank, report_on
 from evener.distributed.watchdog.peers import PeerStates
 from evener.distributed.watchdog.phase import Phase, PhaseMark
 from evener.distributed.watchdog.stall import Stall, is_stalled
@@ -372,6 +372,7 @@ class Watchdog:
         makes local rank 0 print it too, for cases in which the launcher may be stopped."""
         try:
             error = kind(f"{message}\n{self.report(stacks=True)}")
+            error.rank = late_rank(self._roster.others)
             if self._run_dir is None or (aloud and os.environ.get("LOCAL_RANK", "0") == "0"):
                 print(f"{kind.__name__}: {error}", file=sys.stderr, flush=True)
             record_failure(error, self.rank)

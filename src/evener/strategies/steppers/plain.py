@@ -32,6 +32,7 @@ class Plain(Stepper):
             missing=missing,
             buffers_changed=before != learner.loose_buffers.versions(),
             compute_seconds=learner.work_timer.taken(),
+            forward_seconds=learner.work_timer.forward(),
             soundness=synchronizer.soundness(),
         )
 
@@ -45,8 +46,10 @@ class Plain(Stepper):
     def _pass(self, micro: MicroBatch, last: bool, divisor: Callable[[], float], step: int) -> Readout:
         learner, replica = self._learner, self._learner.replica
         with learner.micro_scope(micro, step) as current, learner.synchronizer.micro_batch(last):
+            learner.work_timer.begin_forward()
             with named_range("forward"):
                 term = replica(micro)
+            learner.work_timer.end_forward()
             total = kept(term)
             current.rewind()
             with attending(micro.sequence), named_range("backward"):

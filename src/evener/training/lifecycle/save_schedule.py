@@ -10,8 +10,8 @@ sends the request with its row of a step. All ranks have read that row when the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 from evener.checkpoint import evaluation as evaluated
 from evener.checkpoint import layout as folder
+from evener.core.attempts import SaveRecord, append_attempt
 from evener.core.config.intervals import Interval
 from evener.core.config.run_config import RunConfig
 from evener.core.records import Note
@@ -32,6 +33,9 @@ from evener.training.evaluation import AVERAGE
 from evener.training.lifecycle.handover import keeps_memory
 from evener.training.lifecycle.regrouping import Regrouping
 from evener.training.step.step import Step
+
+_WORTH_NOTING = 1e-3
+"""Seconds of a save that is written down."""
 
 
 class Wish(IntEnum):
@@ -136,12 +140,22 @@ class Saving:
 
     def _save(self, wait: bool | None = None) -> None:
         wait = self._config.save_mode == "blocking" if wait is None else wait
-        self._bearing(self._engine.finish_saving)
-        self._bearing(lambda: self._write(wait))
+        with self._timed():
+            self._bearing(self._engine.finish_saving)
+            self._bearing(lambda: self._write(wait))
         self._saved_at, self._last = self._engine.steps_done, time.monotonic()
 
     def _write(self, wait: bool = True) -> None:
         self._engine.save(self._directory, keep=self._config.keep, wait=wait)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Writes down for how long training stopped in the block."""
+        began = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began
+        if self._engine.session.rank == 0 and seconds >= _WORTH_NOTING:
+            append_attempt(self._directory.parent, SaveRecord(self._engine.steps_done, seconds))
 
     def _bearing(self, act: Callable[[], object]) -> None:
         """Calls ``act``. If a write failed, raises or only reports it, as ``on_full_disk`` says."""
@@ -191,16 +205,17 @@ class Saving:
             CheckpointError: If it could not be written.
         """
         engine = self._engine
-        try:
-            engine.finish_saving()
-        except CheckpointError:
-            if self._config.on_full_disk == "stop":
-                raise
-            self._saved_at = -1  # this or an earlier save failed: try once more
-        self._tell_not_uploaded()
-        if self._saved_at != engine.steps_done:
-            self._write()
-            self._saved_at = engine.steps_done
+        with self._timed():
+            try:
+                engine.finish_saving()
+            except CheckpointError:
+                if self._config.on_full_disk == "stop":
+                    raise
+                self._saved_at = -1  # this or an earlier save failed: try once more
+            self._tell_not_uploaded()
+            if self._saved_at != engine.steps_done:
+                self._write()
+                self._saved_at = engine.steps_done
         self._tell_not_uploaded()
         engine.state.saver.upload_again(self._directory)
         self._write_evaluation()

@@ -8,6 +8,7 @@ resumed. A directory that has no mark of Evener is refused if a file of the run 
     evener.json     the mark: this directory is Evener's; which run has it, and which launcher started that
     config.json     the settings, resolved
     records.jsonl   a line for each step, evaluation and event, as it happens
+    attempts.jsonl  a line for each start of the ranks, each save, and what ended the ranks
     summary.json    the result
     checkpoints/    what the run can resume from
     profile/        traces of its steps, if they are asked for
@@ -39,6 +40,7 @@ from evener.checkpoint.layout import (
     saved_in,
 )
 from evener.checkpoint.run_mark import MARK, Identity, mark_in, write_mark
+from evener.core.attempts import ATTEMPTS, StartRecord, append_attempt
 from evener.core.elsewhere import shown
 from evener.core.observer import Observer
 from evener.core.os_errors import FULL, os_error_message, storage_errors
@@ -54,8 +56,10 @@ from evener.core.records import (
 from evener.core.stdio import unheard
 from evener.core.text import few, from_here, printable
 from evener.data.shard_counts import COUNTS, are_counts
+from evener.distributed.launch.fault_note import note_directory
 from evener.distributed.processes import is_alive
 from evener.distributed.recovery.regroup import LAUNCH
+from evener.distributed.restart_count import generation
 from evener.distributed.session import RUN_DIR
 from evener.errors import ConfigurationError, StorageError
 from evener.files import read_json, read_text, write_json
@@ -68,7 +72,7 @@ _LONGEST_OWNER = 1000
 _SUMMARY = "summary.json"
 PROFILE = "profile"
 """Directory of the traces of `evener.training.profiling`."""
-_WRITTEN = ("config.json", "task.json", RECORDS, _SUMMARY, MARK, COUNTS, CHECKPOINTS)
+_WRITTEN = ("config.json", "task.json", RECORDS, ATTEMPTS, _SUMMARY, MARK, COUNTS, CHECKPOINTS)
 """Files and directories that a run writes."""
 
 
@@ -263,6 +267,9 @@ class Records(Observer):
     def start(self, run: RunStart) -> None:
         with storage_errors(f"no run can begin in {self._path}"):
             (self._path / _SUMMARY).unlink(missing_ok=True)  # an earlier run's; this one's comes at its end
+            again = self._goes_on or (generation() > 0 and is_of_this_launch(self._path))
+            if not again:
+                (self._path / ATTEMPTS).unlink(missing_ok=True)
             if self._replaces and not self._goes_on:
                 clear(self._path / CHECKPOINTS)
                 for trace in (self._path / PROFILE).glob("step-*/rank*.json.gz"):
@@ -270,8 +277,11 @@ class Records(Observer):
             write_mark(self._path, {**self._run().as_plain(), "launch": launch_name()})
             write_json(self._path / "config.json", run.settings)
             self._file = RecordFile(
-                self._path / RECORDS, run.steps_done if self._goes_on else 0, self._is_evaluated()
+                self._path / RECORDS, run.steps_done if self._goes_on else 0, self._is_evaluated(), again
             )
+        lost = self._file.lost_steps, self._file.lost_seconds
+        append_attempt(self._path, StartRecord.of_run(run, time.time(), *lost))
+        note_directory(self._path)
 
     def catch_up(self, records: Iterable[StepRecord]) -> None:
         """Writes steps that the file lacks because the rank that should have written them has died."""

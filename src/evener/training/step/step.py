@@ -47,6 +47,8 @@ class RankStats(NamedTuple):
     """Time of the rank's own work."""
     wait_seconds: float = math.nan
     """Time for which it waited for others until the gradients were summed."""
+    forward_seconds: float = math.nan
+    """Time of its forward passes, a part of its work; 0 if not measured."""
     wish: float = 0.0
     """Request for what all ranks do together; 0 for none."""
     skipped: float = 0.0
@@ -80,6 +82,7 @@ class AllRankStats(NamedTuple):
     unsound: tuple[float, ...]
     compute_seconds: tuple[float, ...]
     wait_seconds: tuple[float, ...]
+    forward_seconds: tuple[float, ...]
     wish: tuple[float, ...]
     skipped: tuple[float, ...]
     retries: tuple[float, ...]
@@ -135,6 +138,7 @@ class RankTimes:
 
     compute: float = 0.0
     wait: float = 0.0
+    forward: float = 0.0
     input: float = 0.0
 
 
@@ -178,8 +182,9 @@ class Step:
         self.lines: Sequence[Sequence[float]] = ()
         """Lines of all ranks' speed models, if they were asked for."""
         self.compute_seconds: tuple[float, ...] = ()
-        """Compute seconds of each rank, like the next two; empty if each rank knows only its own."""
+        """Compute seconds of each rank, like the next three; empty if each rank knows only its own."""
         self.wait_seconds: tuple[float, ...] = ()
+        self.forward_seconds: tuple[float, ...] = ()
         self.input_seconds: tuple[float, ...] = ()
         self.memory_columns: Columns = ()
         """Memory use of each rank's device, since the previous step."""
@@ -283,6 +288,7 @@ class Step:
             lr=self.lr,
             compute_seconds=self.compute_seconds,
             wait_seconds=self.wait_seconds,
+            forward_seconds=self.forward_seconds if any(self.forward_seconds) else (),
             input_seconds=self.input_seconds,
             graphs=self.graphs,
             pieces=self.pieces,

@@ -76,7 +76,7 @@ class StepSync:
         self._telling = telling or ByRows(control, mesh)
         self._in_flight: tuple[Step, Batch | None, Hearing] | None = None
         self._unread: Step | None = None
-        self._unmeasured: tuple[Readout, Readout] | None = None
+        self._unmeasured: tuple[Readout, Readout, Readout] | None = None
         self._measured: deque[Step] = deque()
         self._before: Step | None = None
         self._waits, self._begun, self._graphs, self._made = waits, False, graphs or Graphs(), 0
@@ -140,9 +140,9 @@ class StepSync:
         if self._late:
             step.results = self._telling.results(self._on_device(outcome))
             measured, times = self._before, self._times()
-            self._unmeasured = outcome.compute_seconds, elapsed
+            self._unmeasured = outcome.compute_seconds, elapsed, outcome.forward_seconds
         else:
-            self._unmeasured = outcome.compute_seconds, elapsed
+            self._unmeasured = outcome.compute_seconds, elapsed, outcome.forward_seconds
             unsound = max((place.value() for place in outcome.unsound), default=0.0)
             results = total, soundness, _ = _sum(outcome.totals), _sum(outcome.soundness), unsound
             measured, times = step, self._times()
@@ -166,12 +166,12 @@ class StepSync:
             return self._missing_everywhere(outcome, self.settle())
         return ()
 
-    def _times(self) -> tuple[float, float]:
-        """Returns compute and wait seconds; NaN if they are not measured yet."""
+    def _times(self) -> tuple[float, float, float]:
+        """Returns compute, wait and forward seconds; NaN if they are not measured yet."""
         if self._unmeasured is None:
-            return math.nan, math.nan
-        compute, elapsed = self._unmeasured[0].value(), self._unmeasured[1].value()
-        return compute, max(0.0, elapsed - compute)
+            return math.nan, math.nan, math.nan
+        compute, elapsed, forward = (each.value() for each in self._unmeasured)
+        return compute, max(0.0, elapsed - compute), forward
 
     def _on_device(self, outcome: StepOutcome) -> Tensor:
         """Returns total, soundness and parameter index in one tensor on the device."""
@@ -268,7 +268,12 @@ class StepSync:
             step: Gets the times of all ranks.
             seconds: This rank's own work.
         """
-        own = {"compute_seconds": seconds, "graphs": self._graphs.made, "differing": self._graphs.untold}
+        own = {
+            "compute_seconds": seconds,
+            "forward_seconds": 0.0,
+            "graphs": self._graphs.made,
+            "differing": self._graphs.untold,
+        }
         row = RankStats(0.0, 0.0, 0.0, 0.0, division=_code_of(step.batch, None), **own)
         step.own_seconds = RankTimes(seconds)
         with waiting():
@@ -322,8 +327,9 @@ class StepSync:
         """Exchanges the times of the last step too, because no step follows at once. A collective call."""
         self.check()
         if self._late and self._before is not None:
-            own = self._before.own_seconds = RankTimes(*self._times())
-            row = RankStats(0.0, 0.0, 0.0, 0.0, compute_seconds=own.compute, wait_seconds=own.wait)
+            times = self._times()
+            self._before.own_seconds = RankTimes(*times)
+            row = RankStats(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, *times)
             with waiting():
                 heard = self._telling.start(self._before.number + 1, row, NOTHING, self._before)()
             self._times_known(self._before, heard)
@@ -377,6 +383,7 @@ def _take_rows(step: Step, heard: GatheredStep) -> None:
 def _take_times(step: Step, heard: GatheredStep) -> None:
     if heard.rows is not None:
         step.compute_seconds, step.wait_seconds = heard.rows.compute_seconds, heard.rows.wait_seconds
+        step.forward_seconds = heard.rows.forward_seconds
     step.speeds, step.lines = heard.speeds, heard.lines
 
 

@@ -1,0 +1,44 @@
+"""Notes in the directory of a run what has ended its ranks: the launcher alone knows how a rank has died.
+
+Rank 0 tells the launcher where the run directory is, in a file of the launcher's private directory.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from evener.core.attempts import FaultRecord, append_attempt, fault_record
+from evener.distributed.failure import Failure
+from evener.distributed.session import RUN_DIR
+from evener.errors import EvenerError
+
+DIRECTORY_NOTE = "run-directory"
+"""Name of the file in the private directory."""
+_DIED = ("killed", "exit")
+
+
+def note_directory(run_dir: Path) -> None:
+    """Tells the launcher of this rank, if there is one, where the run directory is."""
+    private = os.environ.get(RUN_DIR)
+    if private is not None:
+        with suppress(OSError):
+            (Path(private) / DIRECTORY_NOTE).write_text(str(run_dir))
+
+
+def note_fault(private: Path, failure: Failure, found: EvenerError | None = None) -> None:
+    """Appends a fault to the attempts of the run, if its directory is known. A stop by a signal is no fault.
+
+    Args:
+        private: The launcher's private directory.
+        failure: The failure that caused the others.
+        found: The error for which the launcher itself has ended the ranks; None if it has not.
+    """
+    if failure.kind == "interrupted" and found is None:
+        return
+    with suppress(OSError, ValueError):
+        run_dir = Path((private / DIRECTORY_NOTE).read_text())
+        record = fault_record(found or failure.to_error())
+        died = found is None and failure.kind in _DIED
+        append_attempt(run_dir, FaultRecord("death", failure.rank, record.words) if died else record)
