@@ -46,7 +46,15 @@ class Browser:
             "--no-first-run",
             *(["--no-sandbox"] if os.geteuid() == 0 else []),
         ]
-        joined = ["bash", "-c", f'exec "$@" 3<&{reads} 4>&{writes}', "bash", executable, *options, "about:blank"]
+        joined = [
+            "bash",
+            "-c",
+            f'exec "$@" 3<&{reads} 4>&{writes}',
+            "bash",
+            executable,
+            *options,
+            "about:blank",
+        ]
         self._process = subprocess.Popen(joined, pass_fds=(reads, writes), stderr=subprocess.DEVNULL)
         os.close(reads)
         os.close(writes)

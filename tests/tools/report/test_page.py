@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import math
 import re
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from evener.errors import DataError
 from evener.tools.report import schema
+from evener.tools.report.json_file import json_of, read_report
 from evener.tools.report.page import page_of
 from evener.tools.report.schema import (
     Cause,
@@ -307,6 +314,38 @@ def test_a_number_that_is_no_measurement(number: float) -> None:
     text, _ = page(replace(run, series=odd, timeline=(TimelineStep(1, number, "odd", spans),)))
     assert "nan" not in text.lower().replace("nanosecond", "")
     assert not re.search(r"\binf\b", text)
+
+
+ODD: dict[type, tuple[Any, ...]] = {
+    int: (0, -1, 1 << 62, -1 << 62, 10**400),
+    float: (0.0, -1.0, 1e308, -1e308, 5e-324, 10**400),
+    str: ("", HOSTILE, "x" * 5000),
+    list: ([],),
+    dict: ({},),
+    bool: (True,),
+    type(None): (None, 0, 1e308, HOSTILE),
+}
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_data_of_a_stranger_are_refused_or_drawn(tmp_path: Path, data: st.DataObject) -> None:
+    content = json.loads(json_of(ReportFile((report(steps=30, ranks=2, columns=5),))))
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = content["runs"][0]
+        name = data.draw(st.sampled_from(sorted(place)))
+        while isinstance(place[name], dict | list) and place[name] and data.draw(st.integers(0, 9)):
+            place = place[name]
+            keys = range(len(place)) if isinstance(place, list) else sorted(place)
+            name = data.draw(st.sampled_from(keys))
+        place[name] = data.draw(st.sampled_from(ODD[type(place[name])]))
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(content))
+    try:
+        file = read_report(path)
+    except DataError:
+        return
+    Page(page_of(file))
 
 
 def test_a_name_as_long_as_a_book_is_shortened() -> None:

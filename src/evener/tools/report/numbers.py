@@ -15,12 +15,14 @@ _TIMES = (
     (math.inf, 3600.0, "h"),
 )
 _SIZES = tuple((999.5 * 1024**n, 1024.0**n, unit) for n, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB")))
+_GREATEST = 1e300
+"""Numbers of this size or larger are no measurements, and NaN is none."""
 
 
 def value_text(value: float | None, unit: str = "") -> str:
     """Formats a number in a unit of `evener.tools.report.schema.Series`: ``s``, ``B``, ``1`` (a fraction, shown in per
     cent), or another one that is shown as it is."""
-    if value is None or not math.isfinite(value):
+    if value is None or not abs(value) < _GREATEST:
         return "–"
     if unit == "s":
         return "0 s" if not value else f"-{seconds_text(-value)}" if value < 0 else seconds_text(value)

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from evener.core.text import printable, shortened
 from evener.tools.report import schema
-from evener.tools.report.numbers import plain_text, value_text
+from evener.tools.report.numbers import value_text
 from evener.tools.report.schema import Report, ReportFile
 from evener.tools.report.sections import Section, run_names, sections_of
 
@@ -59,19 +59,12 @@ def _verdict(run: Report) -> tuple[str, str]:
 
 def _tiles(run: Report) -> list[tuple[str, str]]:
     """Returns the most important numbers of a run, each with its name."""
-    identity = run.identity
-    of = (
-        f" of {identity.total_steps:,}"
-        if identity.total_steps and identity.total_steps != identity.steps
-        else ""
-    )
+    identity, speed = run.identity, run.samples_per_second
+    whole = f" of {identity.total_steps:,}" if identity.total_steps not in (None, identity.steps) else ""
     found = [
         ("goodput", value_text(run.goodput.fraction, "1") if run.goodput.total else ""),
-        (
-            "samples per second",
-            plain_text(float(f"{run.samples_per_second:.3g}")) if run.samples_per_second else "",
-        ),
-        ("steps", f"{identity.steps:,}{of}"),
+        ("samples per second", value_text(float(f"{speed:.3g}")) if speed else ""),
+        ("steps", f"{identity.steps:,}{whole}"),
         ("training time", value_text(identity.seconds, "s")),
     ]
     loss = next((each for each in run.series if each.name == schema.LOSS and each.rank is None), None)

@@ -20,6 +20,7 @@ _LINES = 8
 """So many ranks have lines of their own. If there are more, a band shows all of them, and lines the slowest few."""
 _SLOWEST = 3
 _BARS = 12
+_STEPS = 8
 _BY_RANK = {
     schema.FORWARD: "Forward pass of a step",
     schema.BACKWARD: "Backward pass of a step",
@@ -184,7 +185,7 @@ def collective_parts(name: str, run: Report, named: list[Named]) -> Iterator[Fig
 
 def timeline_parts(name: str, run: Report, named: list[Named]) -> Iterator[Figure | Table | None]:
     """Yields single steps: what each rank did when."""
-    for step in run.timeline:
+    for step in run.timeline[:_STEPS]:
         of_rank: dict[int, list[Span]] = defaultdict(list)
         for span in step.spans:
             of_rank[span.rank].append(span)
@@ -256,4 +257,4 @@ def spot_of(first: int, last: int, low: float | None, mean: float | None, high: 
         return None
     if not all(abs(value) < GREATEST for value in (low, mean, high)):
         return None
-    return Spot((first + last) / 2, low, mean, high, last - first + 1)
+    return Spot((first + last) / 2, low, mean, high, max(1, last - first + 1))
