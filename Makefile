@@ -13,7 +13,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check --constraint constraints.t
 OLDEST := 2.11.0
 NEWEST := 2.15.0
 
-.PHONY: install train check test test-slow test-nightly test-versions lint types docs package bench clean
+.PHONY: install train check test test-slow test-nightly test-versions lint types docs pictures package bench clean
 .SECONDARY:
 
 install: $(READY)
@@ -80,6 +80,10 @@ package: $(READY)
 	rm -rf dist
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*
+
+# The pictures of a report in the documentation, from a run on two CPU ranks. It needs a Chromium on the PATH.
+pictures: $(READY)
+	$(BIN)/python -m tests.pictures
 
 bench: $(READY)
 	$(PIP) --quiet --editable '.[bench]'

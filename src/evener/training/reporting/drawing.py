@@ -1,4 +1,7 @@
-"""Draws line charts as SVG: panels one below the other, each with its axes and a legend."""
+"""Draws line charts as SVG: panels one below the other, each with its axes and a legend.
+
+The scale and the ticks of an axis are also those of the charts of a report (``evener.tools.report.charts``).
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,28 @@ class Panel:
     height: int = HEIGHT
 
 
+@dataclass(frozen=True)
+class Scale:
+    """Maps numbers to places on a drawing, in pixels from its top left corner."""
+
+    x_range: Point
+    """The numbers at the left and the right edge."""
+    y_range: Point
+    """The numbers at the lower and the upper edge."""
+    left: float
+    right: float
+    top: float
+    bottom: float
+
+    def x(self, number: float) -> float:
+        first, last = self.x_range
+        return self.left + (number - first) / (last - first or 1) * (self.right - self.left)
+
+    def y(self, number: float) -> float:
+        lowest, highest = self.y_range
+        return self.bottom - (number - lowest) / (highest - lowest or 1) * (self.bottom - self.top)
+
+
 def svg(title: str, panels: Sequence[Panel]) -> str:
     """Returns the text of an SVG file with a title and the panels."""
     shapes = [
@@ -56,26 +81,23 @@ def _drawn(panel: Panel) -> Iterator[str]:
     else:
         marks = [(first, "start", f"step {first:g}"), (last, "end", f"step {last:g}")]
     ticks = ticks_to(max(y for _, y in points))
-    span, inner = max(last - first, 1), panel.height - _TOP - _BOTTOM
-
-    def at(point: Point) -> tuple[float, float]:
-        x = _LEFT + (point[0] - first) / span * (WIDTH - _LEFT - _RIGHT)
-        return x, panel.height - _BOTTOM - point[1] / ticks[-1] * inner
+    right, bottom = WIDTH - _RIGHT, panel.height - _BOTTOM
+    scale = Scale((first, max(last, first + 1)), (0, ticks[-1]), _LEFT, right, _TOP, bottom)
 
     yield f'<text x="{_LEFT}" y="{_TOP - 10}" font-weight="bold">{svg_text(panel.title)}</text>'
     for tick in ticks:
-        y = at((first, tick))[1]
-        yield f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>'
+        y = scale.y(tick)
+        yield f'<line x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>'
         label = f"{tick:g} {panel.unit}".strip()
         yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{svg_text(label)}</text>'
     for place, anchor, name in marks:
-        x = at((place, 0))[0]
+        x = scale.x(place)
         yield f'<text x="{x:.1f}" y="{panel.height - 14}" text-anchor="{anchor}">{svg_text(name)}</text>'
     for number, (name, line) in enumerate(panel.lines):
         colour, y = COLOURS[number % len(COLOURS)], _TOP + 14 * number
-        places = " ".join("{:.1f},{:.1f}".format(*at(point)) for point in line)
+        places = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in line)
         yield f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
-        yield f'<text x="{WIDTH - _RIGHT + 10}" y="{y + 4}" fill="{colour}">{svg_text(name)}</text>'
+        yield f'<text x="{right + 10}" y="{y + 4}" fill="{colour}">{svg_text(name)}</text>'
 
 
 def ticks_to(highest: float) -> list[float]:
@@ -90,3 +112,12 @@ def ticks_to(highest: float) -> list[float]:
         power * part for part in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0) if highest <= 5 * power * part * (1 + 1e-9)
     )
     return [each * count for count in range(math.ceil(highest / each * (1 - 1e-9)) + 1)]
+
+
+def ticks_between(lowest: float, highest: float) -> list[float]:
+    """Returns the ticks of an axis from at most ``lowest`` to at least ``highest``, in the steps of `ticks_to`."""
+    if highest <= lowest:
+        lowest, highest = lowest - abs(lowest) / 10 - 1e-9, highest + abs(highest) / 10 + 1e-9
+    each = ticks_to(highest - lowest)[1]
+    first, last = math.floor(lowest / each + 1e-9), math.ceil(highest / each - 1e-9)
+    return [each * count for count in range(first, max(last, first + 1) + 1)]
