@@ -206,7 +206,7 @@ class AllReduce(ABC):
         self.roll_call = RollCall(resolved)
         self.given_nbytes = 0
         """Bytes of all dense tensors that it was given so far."""
-        self.calls = Counter[int]()
+        self.calls_by_nbytes = Counter[int]()
         """The number of calls with a dense tensor, by its bytes. Of many sizes only the first ones are kept."""
         self.note = ""
         """A remark for the user, such as why it was made in place of another one; may be empty."""
@@ -252,8 +252,8 @@ class AllReduce(ABC):
         if tensor.requires_grad:
             tensor = tensor.detach()
         self.given_nbytes += tensor.nbytes
-        if tensor.nbytes in self.calls or len(self.calls) < _MOST_SIZES:
-            self.calls[tensor.nbytes] += 1
+        if tensor.nbytes in self.calls_by_nbytes or len(self.calls_by_nbytes) < _MOST_SIZES:
+            self.calls_by_nbytes[tensor.nbytes] += 1
         if is_half(tensor) and not self.adds_halves_in_float32:
             wide = tensor.float().contiguous()
             return ChainedWork(self.start_for(wide, key), lambda: tensor.copy_(wide), (tensor, wide))

@@ -62,7 +62,7 @@ class PostBackwardSum(Reducer):
         return self._all_reduce.words
 
     def collectives(self) -> list[dict[str, Any]]:
-        sizes, algorithm = sorted(self._all_reduce.calls.items()), self._all_reduce.words
+        sizes, algorithm = sorted(self._all_reduce.calls_by_nbytes.items()), self._all_reduce.words
         return [
             {"name": "all_reduce", "algorithm": algorithm, "nbytes": n, "calls": calls} for n, calls in sizes
         ]
