@@ -47,7 +47,7 @@ from evener.training.run import Run, Trained
 from evener.training.state.remote_run import check_elsewhere, running_elsewhere
 
 P = ParamSpec("P")
-_PATHS = ("run_dir", "resume", "weights", "offload_to")
+_PATHS = ("run_dir", "resume", "weights", "offload_to", "metrics_file")
 
 
 def _naming_settings(fit: Callable[P, Trained]) -> Callable[P, Trained]:
