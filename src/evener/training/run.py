@@ -60,6 +60,10 @@ class Trained:
     def __repr__(self) -> str:
         return f"<Trained {self.summary.words}; weights of {len(self.weights)} names>"
 
+    def _repr_html_(self) -> str:
+        """Returns the summary as tables for a notebook."""
+        return self.summary._repr_html_()
+
 
 class Run:
     """One run of one task, on one of its ranks."""
