@@ -64,7 +64,7 @@ def run(script: Path, *options: str | Path, arguments: tuple[str, ...] = ()) -> 
 def test_a_plain_script_leaves_a_run_directory(script: Path, tmp_path: Path) -> None:
     run_dir, metrics = tmp_path / "run", tmp_path / "script.prom"
     plain = run(script)
-    ended = run(script, "--observe", "--run-dir", run_dir, "--metrics-file", metrics)
+    ended = run(script, "--observe", "--run-dir", run_dir, "--metrics-file", metrics, "--report")
     assert ended.status == plain.status == 0, ended.err
     assert ended.out == plain.out, "the script computes the same"
     steps = records_in(run_dir)
@@ -85,6 +85,8 @@ def test_a_plain_script_leaves_a_run_directory(script: Path, tmp_path: Path) -> 
     assert json.loads((run_dir / "attempts.jsonl").read_text())["startup_seconds"] > 0
     assert 'evener_run_state{run="script",state="completed"} 1.0' in metrics.read_text()
     assert summary["ranks"][0]["cpu_seconds"] > 0
+    assert "rank 1, whose forward takes" in " ".join(ended.err.split())
+    assert "<html" in (run_dir / "report.html").read_text()
     again = run(script, "--observe", "--run-dir", run_dir)
     assert again.status == 2
     assert "holds a finished run" in again.err

@@ -61,6 +61,7 @@ def fill(parser: Parser) -> None:
         metavar="FILE",
         help="with --observe: live figures for Prometheus, in a *.prom file",
     )
+    options.add_report_option(parser, "with --run-dir: write report.html there at the end")
     options.add_json_option(parser, "what --observe saw")
     parser.option("script", "-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     parser.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")
@@ -73,17 +74,32 @@ def execute(arguments: argparse.Namespace) -> int:
     from evener.distributed.launch.script import run_script
 
     rendezvous = options.rendezvous_of(arguments)
-    run_script(
-        arguments.script,
-        arguments.arguments,
-        is_module=arguments.module,
-        processes=one_number(config.processes),
-        device=config.device,
-        timeout_seconds=config.timeout_seconds,
-        rendezvous=rendezvous,
-        observer=_observer(arguments, config, rendezvous),
-    )
+    observer = _observer(arguments, config, rendezvous)
+    try:
+        run_script(
+            arguments.script,
+            arguments.arguments,
+            is_module=arguments.module,
+            processes=one_number(config.processes),
+            device=config.device,
+            timeout_seconds=config.timeout_seconds,
+            rendezvous=rendezvous,
+            observer=observer,
+        )
+    except ConfigurationError:  # such as a directory that holds another run
+        raise
+    except BaseException:
+        _report(arguments, config)
+        raise
+    _report(arguments, config)
     return 0
+
+
+def _report(arguments: argparse.Namespace, config: RunConfig) -> None:
+    if arguments.report and config.run_dir is not None:
+        from evener.cli.report_at_end import write_report
+
+        write_report(str(config.run_dir.absolute()))
 
 
 def _observer(
@@ -95,11 +111,13 @@ def _observer(
         ConfigurationError: If an option would do nothing, or asks for more than is seen from here.
     """
     if not arguments.observe:
-        said = options.said(arguments, "run_dir", "overwrite", "metrics_file", "json")
+        said = options.said(arguments, "run_dir", "overwrite", "metrics_file", "report", "json")
         unused = [option for option, value in said.items() if value]
         if unused:
             raise ConfigurationError(f"{unused[0]} goes with what --observe saw: give --observe too")
         return None
+    if arguments.report and config.run_dir is None:
+        raise ConfigurationError("--report writes into the run directory: give --run-dir too")
     from evener.distributed.ddp_profiler.report import DdpObserver
     from evener.distributed.launch.launch import is_launched
     from evener.training.script_run import ScriptRun
