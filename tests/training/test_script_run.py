@@ -98,6 +98,7 @@ def test_a_rank_that_dies_leaves_what_was_done(script: Path, tmp_path: Path) -> 
     assert ended.status == 7, ended.err
     assert len(records_in(tmp_path / "run")) == 7
     assert not (tmp_path / "run" / "summary.json").exists()
+    assert "rank 1 is slowest, by its forward pass" in ended.err, "by what it had written"
     fault = json.loads((tmp_path / "run" / "attempts.jsonl").read_text().splitlines()[-1])
     assert (fault["kind"], fault["cause"], fault["rank"]) == ("fault", "death", 1)
 

@@ -6,14 +6,14 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
 from evener.distributed.ddp_profiler.profiler import DdpProfiler
-from evener.distributed.ddp_profiler.rank_file import RankFileWriter
+from evener.distributed.ddp_profiler.rank_file import RankFileReader, RankFileWriter, step_files
 from evener.distributed.ddp_profiler.step_times import StepTimes
 from evener.distributed.launch.script import ScriptHook
 from evener.files import write_json
@@ -110,9 +110,20 @@ class DdpObserver(ScriptHook):
 
 
 def observations(directory: Path) -> list[Observation]:
-    """Returns what the ranks that have ended have left in the launcher's directory, in order of rank."""
-    found = [json.loads(path.read_text()) for path in directory.glob("observed-*.json")]
-    return sorted(map(Observation.from_json, found), key=lambda seen: seen.rank)
+    """Returns what the ranks have left in the launcher's directory, in order of rank.
+
+    Of a rank that was killed, only its steps are known, and only if they were written.
+    """
+    left = [json.loads(path.read_text()) for path in directory.glob("observed-*.json")]
+    found = {seen.rank: seen for seen in map(Observation.from_json, left)}
+    for path in step_files(directory):
+        with closing(RankFileReader(path)) as reader:
+            if reader.rank not in found:
+                reader.read()
+                rows = [row.step.numbers for row in reader.rows][1:]
+                mean = StepTimes(*map(fmean, zip(*rows, strict=True))) if rows else StepTimes()
+                found[reader.rank] = Observation(reader.rank, len(rows), mean)
+    return sorted(found.values(), key=lambda seen: seen.rank)
 
 
 def table(ranks: Sequence[Observation]) -> str:
