@@ -414,3 +414,23 @@ def test_where_marks_are_dear_the_last_gradient_has_one(ranks: Any) -> None:
     fast, slow = map(typical, ranks(2).run(late_in_backward_on_a_device))
     assert slow.backward_seconds >= DELAY_SECONDS > fast.backward_seconds
     assert fast.exchange_seconds > DELAY_SECONDS / 2 > slow.exchange_seconds
+
+
+@pytest.mark.parametrize("broken", ["dataset_of", "samples_of", "part_seconds"])
+def test_an_error_beside_a_call_leaves_the_call(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """As if PyTorch had changed what the profiler looks at."""
+
+    def gone(*_: Any) -> None:
+        raise AttributeError("gone")
+
+    monkeypatch.setattr(profiler, broken, gone)
+    with DdpProfiler() as onlooker:
+        batches = [
+            batch.sum().item() for (batch,) in DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2)
+        ]
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], 0.1)
+        weight.sum().backward()
+        optimizer.step()
+    assert batches == [6.0, 6.0]
+    assert onlooker.failure == "AttributeError: gone"
