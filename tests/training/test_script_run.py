@@ -235,6 +235,12 @@ def test_a_rank_writes_what_the_launcher_reads(place: Path) -> None:
     assert reader.rows[0].held > 1 << 20
 
 
+def test_a_metrics_file_without_a_directory_is_refused_at_the_start(tmp_path: Path) -> None:
+    absent = ScriptRun(None, {"task": "script.py"}, metrics_file=tmp_path / "absent" / "script.prom")
+    with pytest.raises(ConfigurationError, match="does not exist"), absent.following(tmp_path):
+        pass
+
+
 def test_the_directory_is_held_while_the_script_runs(tmp_path: Path) -> None:
     settings = {"task": "script.py"}
     with (

@@ -31,7 +31,7 @@ from evener.distributed.ddp_profiler.rank_file import RankFileReader, StepRow, s
 from evener.distributed.ddp_profiler.report import DdpObserver, Observation, observations
 from evener.distributed.environment import usable_cores
 from evener.distributed.launch.fault_note import DIRECTORY_NOTE
-from evener.errors import InterruptedRunError
+from evener.errors import ConfigurationError, InterruptedRunError
 from evener.training.reporting.loggers.prometheus import MetricsFile
 from evener.training.reporting.run_dir import Records, RunDirectory
 from evener.training.run_report import versions
@@ -55,7 +55,8 @@ class ScriptRun(DdpObserver):
         json_path: File for the observations; None for none.
 
     Raises:
-        ConfigurationError: When the script starts, if the directory is another run's.
+        ConfigurationError: When the script starts, if the directory is another run's, or there is none for the metrics
+            file.
     """
 
     def __init__(
@@ -74,6 +75,10 @@ class ScriptRun(DdpObserver):
     def following(self, directory: Path) -> Iterator[None]:
         observers: list[Observer] = []
         if self._metrics_file is not None:
+            if not self._metrics_file.parent.is_dir():
+                raise ConfigurationError(
+                    f"the directory of the metrics file {self._metrics_file} does not exist"
+                )
             observers.append(MetricsFile(self._metrics_file))
         if self._run_dir is None:
             with super().following(directory), _recording(directory, self._settings, None, observers):
