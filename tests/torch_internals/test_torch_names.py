@@ -212,7 +212,9 @@ def test_ddp_leaves_parameters_alone() -> None:
 
 def test_iterators_of_a_data_loader_have_one_class() -> None:
     with borrowed("modules") as names:
-        assert isinstance(iter(DataLoader(range(3))), names.LoaderIterator)  # type: ignore[arg-type]
+        iterator, data = iter(DataLoader(range(3))), range(3)  # type: ignore[arg-type]
+        assert isinstance(iterator, names.LoaderIterator)
+        assert names.dataset_of(iterator) == data
         assert "__next__" in vars(names.LoaderIterator)
 
 

@@ -102,7 +102,9 @@ def _scalar(kind: Any) -> type:
 
 KINDS = {name: _scalar(kind) for name, kind in typing.get_type_hints(RunConfig).items()}
 """Type of each setting. ``tuple``: the option may be repeated, and the setting is a tuple of strings."""
-FURTHER = {"task": str, "data_dir": Path} | {name: kind for name, (_, kind) in RENDEZVOUS.items()}
+FURTHER = {"task": str, "data_dir": Path, "report": bool} | {
+    name: kind for name, (_, kind) in RENDEZVOUS.items()
+}
 """Further names that a settings file or an environment variable may set, and their types."""
 
 
@@ -159,6 +161,13 @@ def add_shares_option(parser: Parser) -> None:
 def add_json_option(parser: Parser, what: str) -> None:
     """Adds the option that also writes the command's output to a JSON file."""
     parser.option("output", "--json", type=path, metavar="PATH", help=f"also write {what} to this file")
+
+
+def add_report_option(parser: Parser, help: str) -> None:
+    """Adds the option that writes the report at the end of a run."""
+    full = f"{help}, also if it has failed or was stopped; see evener report"
+    parser.option("output", "--report", action="store_true", default=None, help=help, full=full)
+    parser.hidden("--no-report", dest="report", action="store_false", default=None)
 
 
 def add_rendezvous_options(parser: Parser) -> None:

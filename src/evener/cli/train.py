@@ -53,6 +53,7 @@ def fill(parser: Parser) -> None:
     )
     options.add_rendezvous_options(parser)
     options.add_json_option(parser, "the summary")
+    options.add_report_option(parser, "write report.html into the run directory at the end")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -61,6 +62,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if speaks(os.environ):
         print(fitted(first_line(arguments.task, config), sys.stderr), file=unheard(sys.stderr), flush=True)
     options.find_modules_here()
+    from evener.cli.report_at_end import report_at_end
     from evener.core.records import as_json
     from evener.files import write_json
     from evener.tools.plan import chosen_way, load_now
@@ -79,12 +81,13 @@ def execute(arguments: argparse.Namespace) -> int:
         config = config if way is not None else _fitting(arguments, config)
     if config.run_dir is None:
         config = config.replace(run_dir=_resumed(config))
-    with saying_how_to_continue(arguments.given):
+    with saying_how_to_continue(arguments.given), report_at_end(bool(arguments.report)) as observers:
         trained = fit(
             arguments.task,
             config,
             options=options.task_options_of(arguments),
             rendezvous=options.rendezvous_of(arguments),
+            observers=observers,
             run_home=Path("runs"),
         )
     if trained.rank == 0:

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns the known name that is most similar to ``name``; empty if none is similar."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
+    """Returns the known name that is most similar to ``name``, or a similar one that begins with it; empty if there is
+    none."""
+    similar = difflib.get_close_matches(name, list(known))
+    return next((each for each in similar if each.startswith(name)), similar[0] if similar else "")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from evener.core.html import summary_html
 from evener.errors import DataError
 from evener.files import LONGEST_LINE, dumps, lines_of, open_regular, parsed, replace_text
 
@@ -287,6 +288,9 @@ class RunSummary:
     def __repr__(self) -> str:
         """Returns the result in one line; `as_json` returns all fields."""
         return f"<RunSummary of {self.words}>"
+
+    def _repr_html_(self) -> str:
+        return summary_html(self)
 
     @property
     def words(self) -> str:

@@ -12,6 +12,7 @@
   documentation shows how to extend it with them, under the private path.
 - ``_BaseDataLoaderIter`` is the base class of a DataLoader's iterators. Evener measures with it how long a script's own
   loop waits for samples. The script may create the DataLoader before Evener sees it, and the class has no public name.
+  Its ``_dataset`` tells batches of training from those of an evaluation.
 
 Tested with torch 2.11, 2.13, 2.15.
 """
@@ -32,6 +33,7 @@ __all__ = [
     "LoaderIterator",
     "collate",
     "compiled_from",
+    "dataset_of",
     "default_collate_fn_map",
     "own_buffers",
     "own_parameters",
@@ -56,3 +58,8 @@ def compiled_from(model: nn.Module) -> nn.Module | None:
     """Returns the module from which ``torch.compile`` made ``model``. Returns None if ``model`` is not compiled."""
     found = getattr(model, COMPILED, None)
     return found if isinstance(found, nn.Module) else None
+
+
+def dataset_of(iterator: LoaderIterator) -> object:
+    """Returns the dataset whose batches the iterator of a DataLoader gives."""
+    return iterator._dataset

@@ -41,13 +41,14 @@ from evener.training.factory import check_division, suggested_processes
 from evener.training.lifecycle.callback import Callback
 from evener.training.lifecycle.elastic import headcount_of, joining_terms, restarting
 from evener.training.lifecycle.handover import CarriedState, RestartWithStateError, made_anew, succeeds
+from evener.training.reporting.notebook import notebook_bar
 from evener.training.reporting.run_dir import goes_on_in, is_of_this_launch, new_run_dir, refuse_taken
 from evener.training.reporting.task_file import OriginNote
 from evener.training.run import Run, Trained
 from evener.training.state.remote_run import check_elsewhere, running_elsewhere
 
 P = ParamSpec("P")
-_PATHS = ("run_dir", "resume", "weights", "offload_to")
+_PATHS = ("run_dir", "resume", "weights", "offload_to", "metrics_file")
 
 
 def _naming_settings(fit: Callable[P, Trained]) -> Callable[P, Trained]:
@@ -100,10 +101,13 @@ def fit(
         rendezvous is None or not rendezvous.is_elastic
     ):  # otherwise it may be that of the run which this machine joins
         _refuse_taken(config)
-    job = FitJob(
-        task, dict(options or {}), config, show, list(observers), callback, run_home, not is_launched()
-    )
-    with watching(config.notice_command if detect().local_rank == 0 else None):
+    with (
+        notebook_bar(show) as bar,
+        watching(config.notice_command if detect().local_rank == 0 else None),
+    ):
+        told = [*observers, *([] if bar is None else [bar])]
+        shows = show and bar is None
+        job = FitJob(task, dict(options or {}), config, shows, told, callback, run_home, not is_launched())
         results = launch(
             job,
             processes=headcount,

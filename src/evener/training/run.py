@@ -34,6 +34,7 @@ from evener.training.lifecycle.early_stop import Stopping
 from evener.training.lifecycle.handover import CarriedState, RestartWithStateError, succession
 from evener.training.lifecycle.rollback import falling_back
 from evener.training.lifecycle.save_schedule import Best, Saving
+from evener.training.reporting.loggers.prometheus import MetricsFile
 from evener.training.reporting.run_dir import Records, RunDirectory, earlier_runs_message, goes_on_in
 from evener.training.reporting.summary_counters import Clock, SummaryCounters
 from evener.training.reporting.terminal import Terminal
@@ -58,6 +59,10 @@ class Trained:
 
     def __repr__(self) -> str:
         return f"<Trained {self.summary.words}; weights of {len(self.weights)} names>"
+
+    def _repr_html_(self) -> str:
+        """Returns the summary as tables for a notebook."""
+        return self.summary._repr_html_()
 
 
 class Run:
@@ -100,6 +105,8 @@ class Run:
                 earlier = [] if goes_on or config.overwrite else saved_in(config.run_dir / CHECKPOINTS)
             if show:
                 all_observers.append(Terminal())
+            if config.metrics_file is not None:
+                all_observers.append(MetricsFile(config.metrics_file))
             self._engine = undo.enter_context(Engine(task, config, session=session, observers=all_observers))
             self._engine.learner.synchronizer.alone()
             if elsewhere is not None:

@@ -1,16 +1,24 @@
 from __future__ import annotations
 
+import math
+import statistics
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from evener.distributed.ddp_profiler.profiler import PAYLOADS, DdpProfiler, StepTimes
+from evener.distributed.ddp_profiler import part_watch, profiler
+from evener.distributed.ddp_profiler.exchange import PAYLOADS
+from evener.distributed.ddp_profiler.profiler import PASSES_WITHOUT_OPTIMIZER, DdpProfiler
+from evener.distributed.ddp_profiler.step_times import ObservedStep, StepTimes
+from evener.distributed.ddp_profiler.timeline import PartClock, clock_of
 
 DELAY_SECONDS = 0.03
 
@@ -147,8 +155,282 @@ def test_accumulation_exchanges_once(ranks: Any) -> None:
 def test_everything_is_put_back() -> None:
     names = [*PAYLOADS, "is_initialized"]
     before = [getattr(dist, name) for name in names]
+    others = (torch.autograd, "backward"), (torch, "save"), (dist.Work, "wait"), (DataLoader, "__iter__")
+    were = [getattr(owner, name) for owner, name in others]
     with DdpProfiler():
         assert dist.all_reduce is not before[0]
         assert dist.all_reduce is dist.distributed_c10d.all_reduce
     assert [getattr(dist, name) for name in names] == before
     assert [getattr(dist.distributed_c10d, name) for name in names] == before
+    assert [getattr(owner, name) for owner, name in others] == were
+
+
+def steps_of(train: Any, **options: Any) -> tuple[list[StepTimes], list[float], DdpProfiler]:
+    """The steps that a profiler tells of, their losses, and the profiler."""
+    found: list[ObservedStep] = []
+    with DdpProfiler(lambda step, _: found.append(step)) as onlooker:
+        train(**options)
+    assert not onlooker.failure
+    return [step.times for step in found], [step.loss for step in found], onlooker
+
+
+def typical(steps: list[StepTimes]) -> StepTimes:
+    """The median of each time: other programs may delay single steps."""
+    return StepTimes(
+        *(statistics.median(column) for column in zip(*(vars(step).values() for step in steps), strict=True))
+    )
+
+
+class LateBackward(torch.autograd.Function):
+    """One rank comes late in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grads[0], None
+
+
+def late_in_backward() -> list[StepTimes]:
+    def train() -> None:
+        model = DistributedDataParallel(nn.Linear(6, 3))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(8):
+            LateBackward.apply(model(torch.ones(2, 6)), DELAY_SECONDS * dist.get_rank()).sum().backward()
+            optimizer.step()
+
+    return steps_of(train)[0]
+
+
+def test_a_rank_that_is_late_in_backward_is_told_from_one_late_in_forward(ranks: Any) -> None:
+    fast, slow = map(typical, ranks(2).run(late_in_backward))
+    assert fast.backward_seconds < DELAY_SECONDS <= slow.backward_seconds
+    assert slow.forward_seconds < DELAY_SECONDS
+    assert fast.exchange_seconds > DELAY_SECONDS / 2 > slow.exchange_seconds
+    (_, fast, _), (_, slow, _) = ranks(2).run(observed, late=1)
+    assert slow.forward_seconds >= DELAY_SECONDS > slow.backward_seconds
+    assert fast.exchange_seconds > DELAY_SECONDS / 2
+
+
+def test_parts_of_a_step_add_up() -> None:
+    def train() -> None:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], 0.1)
+        for (batch,) in DataLoader(TensorDataset(torch.ones(6, 3)), batch_size=2):
+            (weight * batch).sum().backward()
+            time.sleep(0.01)
+            optimizer.step()
+
+    steps, losses, _ = steps_of(train)
+    assert [step.samples for step in steps] == [2, 2, 2]
+    assert losses[0] == 6.0
+    for step in steps:
+        parts = ("forward", "backward", "exchange", "input", "update", "saving")
+        assert sum(getattr(step, f"{part}_seconds") for part in parts) == pytest.approx(step.seconds)
+        assert step.forward_seconds >= 0.01
+        assert min(step.backward_seconds, step.input_seconds, step.update_seconds) > 0
+
+
+def test_an_evaluation_between_two_steps_is_part_of_none(tmp_path: Path) -> None:
+    def train() -> None:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], 0.1)
+        train_set, other = TensorDataset(torch.ones(4, 3)), TensorDataset(torch.ones(8, 3))
+        for _ in range(2):
+            for (batch,) in DataLoader(train_set, batch_size=2):
+                (weight * batch).sum().backward()
+                optimizer.step()
+            for _ in DataLoader(other, batch_size=2):
+                time.sleep(DELAY_SECONDS)
+                break
+            torch.save(weight, tmp_path / "weight.pt")
+
+    steps, _, _ = steps_of(train)
+    assert [step.between_seconds > DELAY_SECONDS for step in steps] == [False, False, True, False]
+    assert [step.saving_seconds > 0 for step in steps] == [False, False, True, False], "saves are told apart"
+    assert max(step.seconds for step in steps) < DELAY_SECONDS
+    assert {step.samples for step in steps} == {2}
+
+
+def test_two_loaders_in_a_step_are_no_evaluation() -> None:
+    def train() -> None:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], 0.1)
+        loaders = [DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2) for _ in range(2)]
+        for (one,), (other,) in zip(*loaders, strict=True):
+            (weight * (one + other)).sum().backward()
+            optimizer.step()
+
+    steps, _, _ = steps_of(train)
+    assert [(step.between_seconds, step.samples) for step in steps[1:]] == [(0, 4)]
+
+
+def test_several_optimizers_make_one_step() -> None:
+    def train() -> None:
+        weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+        first, second = (torch.optim.SGD([weight], 0.1) for weight in weights)
+        for _ in range(5):
+            (weights[0] * weights[1]).sum().backward()
+            first.step()
+            second.step()
+        for _ in range(4):
+            (weights[0] * weights[1]).sum().backward()
+            second.step()
+
+    _, _, onlooker = steps_of(train)
+    assert onlooker.steps == 4 + 4, "the first one is left out"
+
+
+def test_without_an_optimizer_of_torch_backward_ends_a_step() -> None:
+    def train() -> None:
+        weight = nn.Parameter(torch.ones(3))
+        for _ in range(PASSES_WITHOUT_OPTIMIZER + 5):
+            weight.sum().backward()
+            with torch.no_grad():
+                weight -= 0.1
+                weight.grad = None
+
+    steps, _, onlooker = steps_of(train)
+    assert onlooker.steps == len(steps) == 4
+
+
+def test_a_loss_has_no_factor_of_a_scaler_and_none_is_told_where_it_is_not_known() -> None:
+    def train(passes: int) -> None:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], 0.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for (batch,) in DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2):
+            for _ in range(passes):
+                scaler.scale((weight * batch).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert steps_of(train, passes=1)[1] == [6.0, 6.0]
+    assert all(math.isnan(loss) for loss in steps_of(train, passes=2)[1])
+
+
+def test_saving_is_no_work(tmp_path: Path) -> None:
+    def train() -> None:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], 0.1)
+        for (batch,) in DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2):
+            (weight * batch).sum().backward()
+            optimizer.step()
+            torch.save({"weight": weight}, tmp_path / "weight.pt")
+
+    steps, _, _ = steps_of(train)
+    assert steps[1].saving_seconds > 0 == steps[0].saving_seconds
+
+
+def waits_in_background() -> list[StepTimes]:
+    def train() -> None:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], 0.1)
+        for _ in range(8):
+            weight.sum().backward()
+            time.sleep(DELAY_SECONDS * dist.get_rank())
+            work = dist.all_reduce(weight.grad, async_op=True)
+            work.wait()
+            optimizer.step()
+
+    return steps_of(train)[0]
+
+
+def test_waits_for_collectives_in_the_background_are_no_work(ranks: Any) -> None:
+    fast, slow = map(typical, ranks(2).run(waits_in_background))
+    assert fast.exchange_seconds > DELAY_SECONDS / 2 > fast.compute_seconds
+    assert slow.compute_seconds >= DELAY_SECONDS
+
+
+def test_an_error_in_the_profiler_ends_the_profiling_and_not_the_script() -> None:
+    def broken(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    with DdpProfiler(broken) as onlooker:
+        for (batch,) in DataLoader(TensorDataset(torch.ones(8, 3)), batch_size=2):
+            optimizer.zero_grad()
+            (weight * batch).sum().backward()
+            optimizer.step()
+    assert onlooker.failure == "OSError: the disk is full"
+    assert onlooker.steps == 0
+    assert weight[0].item() == pytest.approx(1 - 4 * 0.2)
+
+
+def test_an_error_of_the_script_is_its_own() -> None:
+    with pytest.raises(RuntimeError, match="does not require grad"), DdpProfiler() as onlooker:
+        torch.ones(3).sum().backward()
+    assert not onlooker.failure
+
+
+def sizes() -> dict[tuple[str, int], int]:
+    with DdpProfiler() as onlooker:
+        train()
+    return dict(onlooker.kinds)
+
+
+def test_collectives_are_told_by_kind_and_size(ranks: Any) -> None:
+    assert ranks(2).run(sizes) == [{("all_reduce", 4 * NUMBERS): 4, ("broadcast", BUFFERS): 4}] * 2
+
+
+class Device:
+    """Stands for a device that may be behind its host, and whose marks are dear."""
+
+    is_behind = False
+
+    def clock(self, _: torch.device) -> PartClock:
+        host = clock_of(torch.device("cpu"))
+        return host._replace(is_cheap=False, has_passed=lambda mark: not self.is_behind)
+
+
+def test_the_profiler_waits_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    monkeypatch.setattr(part_watch, "clock_of", device.clock)
+    monkeypatch.setattr(profiler, "_LINGER_SECONDS", 0.05)
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    with DdpProfiler() as onlooker:
+        for number in range(8):
+            device.is_behind = number != 5
+            weight.sum().backward()
+            optimizer.step()
+            assert onlooker.steps == (0 if number < 5 else 5)
+    assert onlooker.steps == 5, "the end waits, but not for ever"
+
+
+def late_in_backward_on_a_device() -> list[StepTimes]:
+    """Where a mark is dear, the last gradient is marked alone."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(part_watch, "clock_of", Device().clock)
+        return late_in_backward()
+
+
+def test_where_marks_are_dear_the_last_gradient_has_one(ranks: Any) -> None:
+    fast, slow = map(typical, ranks(2).run(late_in_backward_on_a_device))
+    assert slow.backward_seconds >= DELAY_SECONDS > fast.backward_seconds
+    assert fast.exchange_seconds > DELAY_SECONDS / 2 > slow.exchange_seconds
+
+
+@pytest.mark.parametrize("broken", ["dataset_of", "samples_of", "part_seconds"])
+def test_an_error_beside_a_call_leaves_the_call(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """As if PyTorch had changed what the profiler looks at."""
+
+    def gone(*_: Any) -> None:
+        raise AttributeError("gone")
+
+    monkeypatch.setattr(profiler, broken, gone)
+    with DdpProfiler() as onlooker:
+        batches = [
+            batch.sum().item() for (batch,) in DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2)
+        ]
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], 0.1)
+        weight.sum().backward()
+        optimizer.step()
+    assert batches == [6.0, 6.0]
+    assert onlooker.failure == "AttributeError: gone"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from evener.distributed.ddp_profiler.profiler import StepTimes
 from evener.distributed.ddp_profiler.report import DdpObserver, Observation, table
+from evener.distributed.ddp_profiler.step_times import StepTimes
 from evener.errors import ConfigurationError
 from tests.distributed.processes import end, start_command
 
@@ -41,7 +41,7 @@ def test_the_command_shows_which_rank_is_slow(script: Path, tmp_path: Path) -> N
     options = ["--processes", "2", "--device", "cpu", "--observe", "--json", seen]
     ended = end(start_command("run", *options, script))
     assert ended.status == 0, ended.err
-    assert "rank 1 is slowest, by its work" in ended.err
+    assert "rank 1 is slowest, by its forward pass" in ended.err
     ranks = json.loads(seen.read_text())["ranks"]
     assert [(rank["rank"], rank["steps"], rank["samples"], rank["collectives"]) for rank in ranks] == [
         (0, 3, 3, 1),
@@ -60,7 +60,9 @@ def test_a_script_that_fails_is_told_about_too(script: Path) -> None:
 
 
 def observation(rank: int, compute: float, input_: float = 0.0, steps: int = 10) -> Observation:
-    return Observation(rank, steps, StepTimes(0.1, compute, input_, 8, 2, 3 * 2**20))
+    return Observation(
+        rank, steps, StepTimes(0.1, compute, input_seconds=input_, samples=8, collectives=2, nbytes=3 * 2**20)
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def observation(rank: int, compute: float, input_: float = 0.0, steps: int = 10)
     [
         (
             [observation(0, 0.02), observation(1, 0.08), observation(2, 0.06)],
-            "rank 1 is slowest, by its work: the others wait 40%",
+            "rank 1 is slowest, by its forward pass: the others wait 40%",
         ),
         (
             [observation(0, 0.02, 0.07), observation(1, 0.04)],
@@ -87,9 +89,9 @@ def test_nobody_waits_for_more_than_its_step() -> None:
     """The steps of the ranks differ by a little, for each has its own clock and loses its first step."""
     slow = Observation(1, 10, StepTimes(0.1, 0.1))
     fast = [Observation(rank, 10, StepTimes(0.1 + 0.001 * rank, 0.0)) for rank in (0, 2)]
-    assert "rank 1 is slowest, by its work: the others wait 100% of a step" in table([*fast, slow])
+    assert "rank 1 is slowest, by its forward pass: the others wait 100% of a step" in table([*fast, slow])
     still = Observation(0, 10, StepTimes())
-    assert "the others wait 0% of a step" in table([still, slow])
+    assert "no rank is slow: the others wait 0% of a step" in table([still, slow])
 
 
 def test_one_rank_waits_for_none_and_a_script_without_steps_is_said_to_have_none() -> None:
@@ -104,7 +106,8 @@ def test_what_a_rank_leaves_is_what_the_launcher_tells(tmp_path: Path) -> None:
     for rank in (1, 0):
         with observer.watching(rank, tmp_path):
             pass
-    observer.tell(tmp_path)
+    with observer.following(tmp_path):
+        pass
     assert [entry["rank"] for entry in json.loads((tmp_path / "out" / "seen.json").read_text())["ranks"]] == [
         0,
         1,

@@ -70,6 +70,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "save_mode": "async, or blocking: training waits",
         "on_full_disk": "stop, or go-on without records",
         "profile": "trace N steps of each rank by torch.profiler",
+        "metrics_file": "live figures for Prometheus, in a *.prom file",
     },
     "faults": {
         "timeout_seconds": "longest wait for other ranks",

@@ -75,5 +75,6 @@ class Settings(LoopSettings, total=False):
     grace_seconds: float
     notice_command: str | None
     profile: int | None
+    metrics_file: str | Path | None
     overwrite: bool
     weights: str | Path | None

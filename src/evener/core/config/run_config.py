@@ -7,12 +7,13 @@ one explanation everywhere. Nothing here imports torch, which keeps ``evener --h
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from evener.core.config.intervals import Interval
 from evener.core.config.offload import Offload
+from evener.core.config.option import option
 from evener.core.config.process_range import processes_of
 from evener.core.config.strategy_names import STRATEGIES
 from evener.core.config.validation import (
@@ -21,6 +22,7 @@ from evener.core.config.validation import (
     check_best,
     check_compile,
     check_device,
+    check_metrics_file,
     check_non_finite,
     check_offload,
     check_on_replica_mismatch,
@@ -49,22 +51,6 @@ COMPILE = ("auto", "blocks", "whole")
 COMPILE_CHECK = ("replace", "stop", "no")
 BACKEND = "inductor"
 """The default backend of torch.compile."""
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    metavar: str | None = None,
-    choices: tuple[str, ...] = (),
-    without_value: str | None = None,
-) -> Any:
-    """Returns a data class field with metadata for the command line.
-
-    ``without_value`` is the value of an option that is given without a value.
-    """
-    known = {"help": help, "metavar": metavar, "choices": choices, "without_value": without_value}
-    return field(default=default, metadata=known)
 
 
 class Recipe:
@@ -323,6 +309,11 @@ class RunConfig:
         "record N steps after the first three with torch.profiler: one trace for each rank, in the run directory",
         metavar="N",
     )
+    metrics_file: Path | None = option(
+        None,
+        "write live figures every few seconds to this text file, as Prometheus's node_exporter reads it (*.prom)",
+        metavar="FILE",
+    )
     overwrite: bool = option(False, "replace a finished run in the run directory")
     weights: Path | None = option(
         None, "start with these weights: safetensors of evener export, or a state_dict", metavar="FILE"
@@ -333,7 +324,7 @@ class RunConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in ("run_dir", "resume", "weights", "offload_to"):
+        for name in ("run_dir", "resume", "weights", "offload_to", "metrics_file"):
             object.__setattr__(self, name, as_path(name, getattr(self, name)))
         if isinstance(self.processes, str):
             object.__setattr__(self, "processes", processes_of(self.processes))
@@ -349,6 +340,7 @@ class RunConfig:
             positive(name, getattr(self, name))
         Interval.parse(self.save_every)
         check_best(self.keep_best)
+        check_metrics_file(self.metrics_file)
         if str(self.resume) == AUTO and self.run_dir is None:
             raise ConfigurationError("resume is auto: name the directory of the run too (run_dir, --run-dir)")
         for entry in dataclasses.fields(self):

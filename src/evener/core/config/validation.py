@@ -61,7 +61,7 @@ def as_path(name: str, value: str | Path | None) -> Path | None:
         ConfigurationError: If it is empty, which would be the working directory, or a URL of what cannot lie elsewhere.
     """
     if value == "":
-        kind = "file" if name == "weights" else "directory"
+        kind = "file" if name in ("weights", "metrics_file") else "directory"
         raise ConfigurationError(f"{name} is empty; leave it out, or name a {kind}")
     return None if value is None else place_of(name, value)
 
@@ -83,6 +83,14 @@ def check_best(metric: str | None) -> None:
     name, _, direction = (metric or "x").partition(":")
     if not name or direction not in ("", "min", "max"):
         raise ConfigurationError(f"keep_best is {metric!r}; write METRIC, METRIC:min or METRIC:max")
+
+
+def check_metrics_file(path: Path | None) -> None:
+    """Raises ConfigurationError if node_exporter would not read the file, since it reads ``*.prom`` only."""
+    if path is not None and path.suffix != ".prom":
+        raise ConfigurationError(
+            f"metrics_file is {str(path)!r}; its name must end with .prom, since node_exporter reads no other files"
+        )
 
 
 def check_precision(

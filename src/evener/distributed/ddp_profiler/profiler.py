@@ -1,276 +1,346 @@
-"""Profiles a script that trains with DistributedDataParallel, from inside its process, without changing its results.
+"""Profiles a user's script from inside its process, without changing its results.
 
-A step ends with each call of an optimizer's ``step``. The parts of a step, and where they are observed::
+A step ends with an optimizer's ``step``. Its parts, and where they are observed::
 
-    step        ├ input ┤ forward ─ backward ────────── last gradient ┤ exchange, waiting, update ┤
-    seen at      DataLoader's iterator          hooks of the parameters               hook of the optimizers
+    step      ├ input ┤ forward ├ backward ┤ exchange ├ forward ┤ update ┤
+    seen at   DataLoader        autograd    DDP's last             hooks of the optimizers
+                                            gradient
 
-The compute time of a step ends with the last gradient of a DDP module's parameter, which a hook sees just before DDP's
-reducer does, or with the rank's last own call of a collective of ``torch.distributed``. Time spent waiting for samples
-or in a collective does not count.
+``forward`` is what the rank does outside of the other parts. Where the gradients of a DDP module are summed, the
+exchange begins with the module's last gradient, which a hook sees just before DDP's reducer does, and ends with the
+backward pass. Calls of collectives, and waits for those that run in the background, are exchange, too.
+
+- With several optimizers, a step ends with the first one that steps, until another one steps twice without it.
+- Where no optimizer of PyTorch steps, a step ends with each backward pass.
+- What comes before a batch of the training data is no part of a step if a batch of other data came since the last step:
+  it was an evaluation.
 
 Collectives are counted where Python calls ``torch.distributed``. Those of DDP's reducer, which is C++, are derived from
 DDP's logging data about its buckets. Functional collectives (those of DTensor) and point-to-point messages are not
-counted.
+counted, and what waits for them counts as the part in which it happens.
+
+An error in the profiler itself ends the profiling, and not the script.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
+import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import fields
+from operator import add
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import DataLoader
 
-from evener.hardware.timers import Stopwatch, stopwatch
-from evener.torch_internals.ddp import BROADCAST_BUFFERS, logged
-from evener.torch_internals.modules import LoaderIterator
+from evener.distributed.ddp_profiler.exchange import PAYLOADS, GradientExchange, nbytes_of, samples_of
+from evener.distributed.ddp_profiler.part_watch import PartWatch, replaced
+from evener.distributed.ddp_profiler.step_times import ObservedStep, StepTimes
+from evener.distributed.ddp_profiler.timeline import (
+    BACKWARD,
+    EXCHANGE,
+    FORWARD,
+    INPUT,
+    SAVING,
+    UPDATE,
+    PartClock,
+    clock_of,
+    part_seconds,
+)
+from evener.hardware.accelerators import WITH_STREAMS
+from evener.hardware.async_read import Readout, read
+from evener.torch_internals.ddp import BROADCAST_BUFFERS
+from evener.torch_internals.modules import LoaderIterator, dataset_of
 
-PAYLOADS = {
-    "all_reduce": (0, "tensor"),
-    "all_reduce_coalesced": (0, "tensors"),
-    "broadcast": (0, "tensor"),
-    "reduce": (0, "tensor"),
-    "gather": (0, "tensor"),
-    "scatter": (0, "tensor"),
-    "all_gather": (1, "tensor"),
-    "all_gather_into_tensor": (1, "input_tensor"),
-    "all_gather_coalesced": (1, "input_tensor_list"),
-    "reduce_scatter": (1, "input_list"),
-    "reduce_scatter_tensor": (1, "input"),
-    "all_to_all": (1, "input_tensor_list"),
-    "all_to_all_single": (1, "input"),
-    "barrier": (3, "-"),
-}
-"""The collectives, each with the position and name of the argument that a rank sends."""
+PASSES_WITHOUT_OPTIMIZER = 20
+"""After so many backward passes without a step of an optimizer, each backward pass counts as a step."""
+_MOST_KINDS = 256
+"""Sizes of further collectives are rounded up to powers of two."""
+_LINGER_SECONDS = 1.0
+"""Longest wait for a device at the end."""
 
 
-@dataclass
-class StepTimes:
-    """Times and counts of one step on one rank, or their sum or mean over steps."""
+class _EndedStep(NamedTuple):
+    """A step whose times are not read yet."""
 
-    seconds: float = 0.0
-    compute_seconds: float = 0.0
-    """The rank's own work, up to its last gradient or collective."""
-    input_seconds: float = 0.0
-    """Time spent waiting for the DataLoader."""
-    samples: float = 0.0
-    """Size of the first dimension of the first tensor given to a DDP module, over all its calls."""
-    collectives: float = 0.0
-    nbytes: float = 0.0
-    """Bytes that the rank gave to collectives."""
-
-    @property
-    def rest_seconds(self) -> float:
-        """The rest of the step: gradient synchronization, waiting for others, and the update."""
-        return max(0.0, self.seconds - self.compute_seconds - self.input_seconds)
-
-    def add(self, other: StepTimes) -> None:
-        """Adds ``other``, field by field."""
-        for entry in fields(self):
-            setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
-
-    def mean(self, steps: int) -> StepTimes:
-        """Returns the values divided by the number of steps."""
-        return StepTimes(*(getattr(self, entry.name) / max(1, steps) for entry in fields(self)))
+    marks: list[Any]
+    """Each part with the mark of its begin; see `part_seconds`."""
+    clock: PartClock
+    between_seconds: float
+    saved_seconds: float
+    """Time of saves in what came before the step."""
+    samples: int
+    collectives: dict[tuple[str, int], int]
+    """The number of calls by name and bytes."""
+    loss: float | Readout
+    lr: float
+    ended: float
 
 
 class DdpProfiler:
     """Context manager that counts and times the steps of the script that runs in it.
 
-    The first step is left out: it begins with the script and not with training. The stopwatch of a step is read only at
-    the end of the next step, so that the profiler never waits for the device.
+    The means leave out the first step, which is slow. The times of a step on a GPU are read when the device has passed
+    its end, so that the profiler never waits for the device.
+
+    Args:
+        on_step: Called with each step and its device, also with the first step if its begin is known: from the first
+            batch of a DataLoader on, or from the wrapping of a model by DDP on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_step: Callable[[ObservedStep, torch.device], None] | None = None) -> None:
         self.steps = 0
-        self.total = StepTimes()
-        self._device = torch.device("cpu")
-        self._step, self._watch = StepTimes(), self._started()
-        self._before: tuple[StepTimes, Stopwatch] | None = None
-        self._began: float | None = None
-        self._depth = 0
+        self.kinds: Counter[tuple[str, int]] = Counter()
+        """The calls of each collective by name and bytes, in all steps but the first."""
+        self.device = torch.device("cpu")
+        self._on_step = on_step
+        self._parts = PartWatch(self.device)
+        self._sums = [0.0] * len(fields(StepTimes))
         self._stack = ExitStack()
+        self._pending: deque[_EndedStep] = deque()
+        self._leader: weakref.ref[Optimizer] | None = None
+        """The optimizer whose steps end a step; ``_others`` are those that have stepped since."""
+        self._others: set[int] = set()
+        self._updater = 0
+        self._ended = self._read = self._alone = 0
+        self._is_known = self._wraps = False
+        self._data: set[int] = set()
+        """The datasets of the batches of the step before; ``_seen`` are those since then."""
+        self._scaled: tuple[Any, Any] = (None, None)
+        self._last: tuple[list[Any], int, Any] | None = None
+        """The last gradient of a DDP module in this backward pass: its place in the marks, and its mark."""
+        self._new_step()
+
+    def _new_step(self, between_seconds: float = 0.0, saved_seconds: float = 0.0) -> None:
+        self._between, self._saved, self._saving = between_seconds, saved_seconds, 0.0
+        self._found: dict[tuple[str, int], int] = {}
+        self._began = time.perf_counter()
+        self._parts.begin()
+        self._seen: set[int] = set()
+        self._passes = self._samples = 0
+        self._loss: float | Readout = math.nan
+
+    @property
+    def failure(self) -> str:
+        """The error that ended the profiling; empty if there was none."""
+        return self._parts.failure
 
     @property
     def mean(self) -> StepTimes:
         """Mean over all steps except the first."""
-        return self.total.mean(self.steps)
+        return StepTimes(*(total / max(1, self.steps) for total in self._sums))
 
     def __enter__(self) -> DdpProfiler:
+        wrap, safely = self._parts.wrap, self._parts.safely
         with ExitStack() as stack:
-            hook = register_optimizer_step_post_hook(lambda *_: self._end_step())
-            stack.callback(hook.remove)
+            for register, hook in (
+                (register_optimizer_step_pre_hook, self._before_update),
+                (register_optimizer_step_post_hook, self._after_update),
+            ):
+                stack.callback(register(safely(hook)).remove)
             for name in PAYLOADS:
-                self._wrap(stack, distributed_c10d, name, functools.partial(self._collective, name))
-                stack.enter_context(_replaced(dist, name, getattr(distributed_c10d, name)))
+                before = functools.partial(self._collective, name)
+                wrap(stack, distributed_c10d, name, EXCHANGE, before)
+                stack.enter_context(replaced(dist, name, getattr(distributed_c10d, name)))
             ddp: Any = DistributedDataParallel
-            self._wrap(stack, ddp, "__init__", self._new_model)
-            self._wrap(stack, ddp, BROADCAST_BUFFERS, self._buffers)
-            self._wrap(stack, LoaderIterator, "__next__", self._input)
+            wrap(stack, dist.Work, "wait", EXCHANGE)
+            wrap(stack, ddp, BROADCAST_BUFFERS, EXCHANGE, self._buffers)
+            wrap(stack, ddp, "__init__", None, after=self._new_model)
+            wrap(stack, DataLoader, "__iter__", INPUT)
+            wrap(stack, LoaderIterator, "__next__", INPUT, self._before_batch, self._after_batch)
+            wrap(stack, torch.autograd, "backward", BACKWARD, self._before_backward, self._after_backward)
+            wrap(stack, torch.amp.GradScaler, "scale", None, after=self._after_scale)
+            wrap(stack, torch, "save", SAVING, self._before_save, self._after_save)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+        until = time.monotonic() + _LINGER_SECONDS
+        with suppress(Exception):  # the device may have failed
+            while self._pending and time.monotonic() < until:
+                self._read_off()
+                time.sleep(0.01 if self._pending else 0)
+
+    # Steps
+
+    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._parts.may_enter(UPDATE):
+            self._updater = id(optimizer)
+            self._parts.enter(UPDATE)
+
+    def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._updater == id(optimizer) and self._parts.part == UPDATE:
+            self._parts.leave()
+        leader = self._leader and self._leader()
+        if leader is None or id(optimizer) in self._others:
+            self._leader, leader = weakref.ref(optimizer), optimizer
+        if optimizer is not leader:
+            self._others.add(id(optimizer))
+            return
+        self._others.clear()
+        group = optimizer.param_groups[0]
+        lr = group.get("lr")
+        self._end_step(lr if isinstance(lr, float | int) else math.nan)
+        device = next((each.device for each in group["params"]), self.device)
+        if device != self.device:
+            self.device, self._parts.clock = device, clock_of(device)
+            self._new_step()
+
+    def _end_step(self, lr: float = math.nan) -> None:
+        marks, clock = self._parts.marks, self._parts.clock
+        marks += (FORWARD, clock.mark())
+        self._pending.append(
+            _EndedStep(
+                marks,
+                clock,
+                self._between,
+                self._saved,
+                self._samples,
+                self._found,
+                self._loss,
+                lr,
+                time.time(),
+            )
+        )
+        self._ended += 1
+        self._data = self._seen
+        self._new_step()
         self._read_off()
-
-    def _wrap(self, stack: ExitStack, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Replaces ``owner.name(...)`` by ``around(original, ...)``."""
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
-
-        stack.enter_context(_replaced(owner, name, wrapped))
-
-    def _started(self) -> Stopwatch:
-        watch = stopwatch(self._device)
-        watch.start()
-        return watch
-
-    def _end_step(self) -> None:
-        now = time.perf_counter()
-        self._read_off()
-        if self._began is not None:
-            self._step.seconds = now - self._began
-            self._before = self._step, self._watch
-        self._began = now
-        self._step, self._watch = StepTimes(), self._started()
 
     def _read_off(self) -> None:
-        if self._before is not None:
-            (step, watch), self._before = self._before, None
-            step.compute_seconds = watch.seconds()
-            self.total.add(step)
-            self.steps += 1
+        """Reads the times of the steps whose end the device has passed."""
+        pending = self._pending
+        while pending and pending[0].clock.has_passed(pending[0].marks[-1]):
+            step = pending.popleft()
+            parts = part_seconds(step.clock, step.marks)
+            parts[SAVING] += step.saved_seconds
+            calls, nbytes = 0, 0
+            for (_, size), number in step.collectives.items():
+                calls, nbytes = calls + number, nbytes + size * number
+            numbers = [sum(parts), *parts, step.between_seconds, step.samples, calls, nbytes]
+            self._read += 1
+            if self._read > 1:
+                self.steps += 1
+                self._sums = list(map(add, self._sums, numbers))
+                self._count_kinds(step.collectives)
+            if self._on_step is not None and (self._read > 1 or self._is_known):
+                loss = step.loss if isinstance(step.loss, float) else step.loss.value()
+                self._on_step(ObservedStep(numbers, loss, step.lr, step.ended), self.device)
 
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Pauses the stopwatch while the rank waits. Ignores nested waits and waits of other threads."""
-        if threading.current_thread() is not threading.main_thread() or self._depth:
-            yield
-            return
-        self._depth += 1
-        self._watch.pause()
-        try:
-            yield
-        finally:
-            self._watch.resume()
-            self._depth -= 1
+    def _count_kinds(self, collectives: dict[tuple[str, int], int]) -> None:
+        kinds = self.kinds
+        for kind, calls in collectives.items():
+            if kind not in kinds and len(kinds) >= _MOST_KINDS:
+                kind = kind[0], 1 << kind[1].bit_length()
+            kinds[kind] += calls
 
-    def _input(self, original: Callable[..., Any], loader: Any) -> Any:
-        began = time.perf_counter()
-        with self._paused():
-            batch = original(loader)
-        if threading.current_thread() is threading.main_thread():
-            self._step.input_seconds += time.perf_counter() - began
-        return batch
+    def _restart(self) -> None:
+        """Begins the step anew: what came before is no part of it."""
+        between = time.perf_counter() - self._began - self._saving if self._ended else 0.0
+        seen = set[int]() if self._ended else self._seen
+        self._is_known = True
+        self._new_step(self._between + between, self._saved + self._saving if self._ended else 0.0)
+        self._seen = seen
 
-    def _collective(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # What is observed
+
+    def _before_batch(self, args: Any, _: Any) -> None:
+        data = id(dataset_of(args[0]))
+        if not self._passes and (not self._ended or (data in self._data and not self._seen <= self._data)):
+            self._restart()
+        self._seen.add(data)
+
+    def _after_batch(self, batch: Any, _: Any) -> None:
+        if not self._wraps:
+            self._samples += samples_of(batch)
+
+    def _before_save(self, *_: Any) -> None:
+        self._save_began = time.perf_counter()
+
+    def _after_save(self, *_: Any) -> None:
+        self._saving += time.perf_counter() - self._save_began
+
+    def _after_scale(self, scaled: Any, args: Any) -> None:
+        self._scaled = scaled, args[1] if len(args) > 1 else None
+
+    def _before_backward(self, args: Any, _: Any) -> None:
+        self._last = None
+        self._passes += 1
+        (scaled, plain), self._scaled = self._scaled, (None, None)
+        loss = args[0] if args else None
+        loss = plain if scaled is not None and scaled is loss else loss
+        self._loss = math.nan
+        # Reading the number of a tensor of another class might call collectives.
+        if self._passes == 1 and type(loss) is Tensor and loss.numel() == 1:
+            if loss.is_cpu:
+                self._loss = float(loss.item())
+            elif loss.device.type in WITH_STREAMS:
+                self._loss = read(loss)
+
+    def _after_backward(self, *_: Any) -> None:
+        if self._last is not None and self._last[0] is self._parts.marks:
+            marks, place, mark = self._last
+            marks[place:] = (EXCHANGE, mark)
+        self._last = None
+        if self._leader is None:
+            self._alone += 1
+            if self._alone > PASSES_WITHOUT_OPTIMIZER:
+                self._is_known = self._ended > 0
+                self._end_step()
+
+    def _call(self, name: str, nbytes: int) -> None:
+        self._found[name, nbytes] = self._found.get((name, nbytes), 0) + 1
+
+    def _collective(self, name: str, args: Any, kwargs: Any) -> None:
         place, keyword = PAYLOADS[name]
-        payload = kwargs.get(keyword, args[place] if len(args) > place else None)
-        self._count(1, _nbytes(payload))
-        with self._paused():
-            return original(*args, **kwargs)
+        self._call(name, nbytes_of(kwargs.get(keyword, args[place] if len(args) > place else None)))
 
-    def _count(self, collectives: int, nbytes: int) -> None:
-        self._watch.mark()
-        self._step.collectives += collectives
-        self._step.nbytes += nbytes
+    def _buffers(self, args: Any, kwargs: Any) -> None:
+        self._call("broadcast", nbytes_of(kwargs.get("tensors", args[1] if len(args) > 1 else None)))
 
-    def _buffers(
-        self, original: Callable[..., Any], model: Any, tensors: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        self._count(1, _nbytes(tensors))
-        with self._paused():
-            return original(model, tensors, *args, **kwargs)
+    def _buckets(self, sizes: list[int]) -> None:
+        for nbytes in sizes:
+            self._call("all_reduce", nbytes)
 
-    def _new_model(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> None:
-        original(model, *args, **kwargs)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._device = trained[0].device
-        exchange = _Exchange(model, self._count)
-        model.register_forward_pre_hook(self._samples, with_kwargs=True)
-        model.register_forward_hook(lambda *_: exchange.begin())
-        for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(lambda _: self._gradient(exchange))
+    def _new_model(self, _: Any, args: Any) -> None:
+        model = args[0]
+        if not self._wraps:
+            self._wraps, self._samples = True, 0
+        if not self._ended and not self._passes:
+            self._restart()
+        exchange = GradientExchange(model, self._buckets)
+        parts, safely = self._parts, self._parts.safely
+        end_forward, begin_backward = safely(exchange.end_forward), safely(exchange.begin_backward)
+        model.register_forward_pre_hook(safely(self._inputs), with_kwargs=True)
+        model.register_forward_hook(lambda *_: end_forward())
 
-    def _samples(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves = [leaf for leaf in _leaves((args, kwargs)) if leaf.dim()]
-        self._step.samples += len(leaves[0]) if leaves else 0
+        def gradient(_: Tensor) -> None:
+            if exchange.is_begun:
+                begin_backward()
+            exchange.number += 1
+            clock = parts.clock
+            if exchange.syncs and (clock.is_cheap or exchange.number >= exchange.usual) and not parts.failure:
+                self._last = parts.marks, len(parts.marks), clock.mark()
 
-    def _gradient(self, exchange: _Exchange) -> None:
-        exchange.first_gradient()
-        self._watch.mark()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(gradient)
 
-
-class _Exchange:
-    """Counts the all-reduces of a DDP module's reducer in each backward pass, from DDP's logging data."""
-
-    def __init__(self, model: Any, count: Callable[[int, int], None]) -> None:
-        self._model = weakref.ref(model)
-        self._count = count
-        self._begun = False
-        self._known: tuple[int, int] | None = None
-
-    def begin(self) -> None:
-        """Called at the end of a forward pass. Notes if its backward pass will synchronize gradients."""
-        model = self._model()
-        self._begun = bool(model is not None and model.require_backward_grad_sync and torch.is_grad_enabled())
-
-    def first_gradient(self) -> None:
-        """Called for each gradient. Counts the all-reduces at the first gradient of a backward pass."""
-        model = self._model()
-        if self._begun and model is not None:
-            self._begun = False
-            self._count(*self._buckets(model))
-
-    def _buckets(self, model: Any) -> tuple[int, int]:
-        """Returns the number of all-reduces and their bytes. They are final once DDP has rebuilt its buckets."""
-        if self._known is None:
-            data = logged(model)
-            rebuilt = data.get("rebuilt_bucket_sizes")
-            sizes = [int(size) for size in (rebuilt or data["bucket_sizes"]).split(",")]
-            map_of_unused = int(data.get("find_unused_parameters", 0))
-            found = len(sizes) + map_of_unused, sum(sizes)
-            if not rebuilt:
-                return found
-            self._known = found
-        return self._known
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-def _nbytes(payload: Any) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in _leaves(payload))
-
-
-def _leaves(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _leaves(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _leaves(value)
+    def _inputs(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            self._samples += samples_of(args) or samples_of(kwargs)

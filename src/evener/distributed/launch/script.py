@@ -35,8 +35,9 @@ class ScriptHook(ABC):
         """Returns the context in which the script runs on ``rank``. It writes its observations to ``directory``."""
 
     @abstractmethod
-    def tell(self, directory: Path) -> None:
-        """Reports the observations in ``directory``. Called by the launcher after its ranks have ended or failed."""
+    def following(self, directory: Path) -> AbstractContextManager[None]:
+        """Returns the context in which the launcher runs its ranks. At its end, also after an error, it reports the
+        observations in ``directory``."""
 
 
 class Script(Job):
@@ -106,16 +107,12 @@ def run_script(
     """
     _check_exists(script, is_module)
     job = Script(script, args, is_module, timeout_seconds, observer)
-    with scratch() as directory:
-        try:
-            if is_launched():
-                os.environ.update(detect().variables)
-                job.run_in(directory)
-            else:
-                run_job(job, resolve_processes(processes, device), rendezvous, directory, _path_of_ranks())
-        finally:
-            if observer is not None:
-                observer.tell(directory)
+    with scratch() as directory, observer.following(directory) if observer else nullcontext():
+        if is_launched():
+            os.environ.update(detect().variables)
+            job.run_in(directory)
+        else:
+            run_job(job, resolve_processes(processes, device), rendezvous, directory, _path_of_ranks())
 
 
 def _check_exists(script: str, is_module: bool) -> None:

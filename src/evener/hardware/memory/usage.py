@@ -53,8 +53,8 @@ class CudaUsage:
 
     every_seconds = 0.0
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, resets: bool = True) -> None:
+        self._device, self._resets = device, resets
         module = torch.get_device_module(device)
         nested = getattr(module, "memory_stats_as_nested_dict", None)  # CUDA, ROCm and XPU have it
         # The flat statistics of torch.accelerator take 80 microseconds.
@@ -63,7 +63,8 @@ class CudaUsage:
 
     def lap(self) -> Lap:
         stats = self._read(self._device)
-        torch.accelerator.reset_peak_memory_stats(self._device)
+        if self._resets:
+            torch.accelerator.reset_peak_memory_stats(self._device)
         held, reserved, split = (_of(stats, f"{name}_bytes") for name in _READ)
         return Lap(
             held.get("current", 0),
@@ -86,11 +87,14 @@ class Resident:
 
     every_seconds = PROCESS_SECONDS
 
-    def __init__(self) -> None:
+    def __init__(self, resets: bool = True) -> None:
         self._status = os.open("/proc/self/status", os.O_RDONLY)
         self._clear = -1
-        with suppress(OSError):  # if this is not permitted, the peak is that since the start of the process
-            self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
+        if resets:
+            with suppress(
+                OSError
+            ):  # if this is not permitted, the peak is that since the start of the process
+                self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
 
     def lap(self) -> Lap:
         text = os.pread(self._status, 4096, 0)
@@ -129,13 +133,18 @@ class ProcessPeakUsage:
         pass  # memory that the C library keeps belongs to the process
 
 
-def gauge_of(device: torch.device) -> Gauge:
-    """Creates the gauge of a device; that of the process if the device has no statistics."""
+def gauge_of(device: torch.device, resets: bool = True) -> Gauge:
+    """Creates the gauge of a device; that of the process if the device has no statistics.
+
+    Args:
+        resets: Whether a reading resets the peak. Otherwise it is that since the last reset by others, or since the
+            start of the process.
+    """
     if device.type not in ("cpu", "meta"):
         with suppress(RuntimeError):
-            return CudaUsage(device)
+            return CudaUsage(device, resets)
     try:
-        return Resident()
+        return Resident(resets)
     except OSError:
         return ProcessPeakUsage()
 

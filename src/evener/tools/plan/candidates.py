@@ -39,6 +39,7 @@ class Candidate:
             epochs=None,
             check_replicas=0,
             run_dir=None,
+            metrics_file=None,
             resume=None,
         )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from evener.core.config.sizes import size_words
+from evener.core.html import html_table
 from evener.tools.plan.at_scale import CostAtScale
 from evener.tools.plan.candidates import Candidate
 from evener.tools.plan.costs import QUANTILES, StepCosts, StepTime
@@ -155,6 +156,21 @@ class TrainingPlan:
     def epoch_seconds(self, way: Way) -> float | None:
         """Returns the predicted seconds of an epoch, without evaluations and checkpoints."""
         return None if self.samples is None else way.time.seconds * -(-self.samples // self.batch_size)
+
+    def _repr_html_(self) -> str:
+        """Returns the ways as a table for a notebook, fastest first."""
+        rows = [
+            (
+                way.candidate.words,
+                f"{1e3 * way.time.seconds:.1f} ms",
+                f"{self.batch_size / way.time.seconds:,.0f}",
+                "" if way.needed is None else size_words(way.needed),
+                way.algorithm or reason(way),
+            )
+            for way in self.ways
+        ]
+        head = ("strategy", "step", "samples/s", "memory", "why")
+        return html_table(f"{self.task}, batches of {self.batch_size}", rows, head)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the plan as JSON-serializable values."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from evener.components.amp.policy import Precision
 from evener.core.config.run_config import RunConfig
+from evener.core.html import html_table
 from evener.errors import ConfigurationError
 from evener.tools.verify import rounding_floor as floors
 from evener.tools.verify.hints import Evidence, hint
@@ -91,6 +92,25 @@ class Verification:
             f"<Verification of {self.task}: {found}, {self.times_floor:.3g} times the floor, {self.steps} steps on "
             f"{self.processes} processes>"
         )
+
+    def _repr_html_(self) -> str:
+        """Returns the verdict and what was compared as a table for a notebook."""
+        verdict = (
+            "PASS: the training of one device" if self.passed else "FAIL: not the training of one device"
+        )
+        allowed = f"{self.limit:g}" if self.tolerance is None else f"a weight error of {self.tolerance:g}"
+        rows = [
+            (
+                "largest difference",
+                f"{self.times_floor:.3g} times what rounding alone makes, in {self.worst}",
+            ),
+            ("allowed", allowed),
+            ("compared", f"{self.steps} steps of {self.batch_size} samples in {self.dtype}"),
+            ("divided over", f"{self.processes} ranks with {self.strategy}, shares {self.shares}"),
+            ("replicas", "bit-identical" if self.replicas_identical else "differ"),
+            *((("hint", self.hint),) if self.hint else ()),
+        ]
+        return html_table(f"{self.task}: {verdict}", rows)
 
 
 @dataclass(frozen=True)

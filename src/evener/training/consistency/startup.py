@@ -43,6 +43,7 @@ OWN_SETTINGS = frozenset(
         "workers",
         "offload_to",
         "notice_command",
+        "metrics_file",
     )
 )
 """Settings that may differ between machines."""

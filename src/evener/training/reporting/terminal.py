@@ -84,6 +84,11 @@ class Terminal(Observer):
         self._times.append((time.monotonic(), done))
         self._losses.add(record.loss, record.samples)
         self._lr = record.lr
+        self.show(record)
+
+    def show(self, record: StepRecord) -> None:
+        """Shows the progress after a step, if it is time."""
+        done = record.step + 1
         if self._live:
             self._bar.set_description_str(f", epoch {record.epoch + 1}", refresh=False)
             self._bar.set_postfix_str(self._state(record), refresh=False)
@@ -91,8 +96,12 @@ class Terminal(Observer):
             if self._recent.several and self._due(LIVE_SECONDS):
                 self._ranks.set_description_str(self._recent.each())
         elif self._due(self._plain_seconds()):
-            slowest = f", {self._recent.slowest()}" if self._recent.several else ""
-            self._print(f"{self.where(record)}, {self._state(record)}{self._left(done)}{slowest}")
+            self._print(self.progress_text(record))
+
+    def progress_text(self, record: StepRecord) -> str:
+        """Returns step, loss, speed, remaining time and the slowest rank in one line."""
+        slowest = f", {self._recent.slowest()}" if self._recent.several else ""
+        return f"{self.where(record)}, {self._state(record)}{self._left(record.step + 1)}{slowest}"
 
     def _plain_seconds(self) -> float:
         """Returns the interval between plain lines, which grows with the duration of the run."""

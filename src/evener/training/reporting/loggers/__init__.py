@@ -3,6 +3,7 @@
 ::
 
     from evener.training.reporting.loggers.csv import CsvFile
+    from evener.training.reporting.loggers.prometheus import MetricsFile
     from evener.training.reporting.loggers.tensorboard import TensorBoard
     from evener.training.reporting.loggers.wandb import WandB
     from evener.training.reporting.loggers.trackio import Trackio
