@@ -64,6 +64,8 @@ class IndexWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
+        # torch 2.11 gives the places to a copy of `metadata`.
+        metadata.storage_data = {each.index: each.storage_data for of_rank in results for each in of_rank}
         with (Path(self.path) / INDEX).open("w") as file:
             json.dump(_rows(metadata), file)
             file.flush()
