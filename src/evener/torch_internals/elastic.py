@@ -23,7 +23,7 @@ Tested with torch 2.11, 2.13.
 - ``_op_executor`` and ``_Action`` remove a machine from the rendezvous. The only public way to leave, ``shutdown``,
   closes the rendezvous for all.
 
-Tested with torch 2.13, 2.15, as is the change of the number of workers.
+Tested with torch 2.11, 2.13, 2.15, as is the change of the number of workers.
 """
 
 from __future__ import annotations
