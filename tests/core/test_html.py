@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 from evener.core.html import html_table
-from evener.core.records import RunSummary
+from tests.training.reporting.test_terminal import summary
 
 HOSTILE = "<script>alert(1)</script>&\"'\u202e\x00"
 
@@ -38,30 +38,6 @@ def test_texts_are_shown_as_they_are() -> None:
     assert "script" not in tags.found
     assert tags.words.count("<script>alert(1)</script>&\"'\\u202e\\x00") == 5
     assert tags.found.count("th") == 4
-
-
-def summary(**changes: Any) -> RunSummary:
-    values: dict[str, Any] = {
-        "task": "digits",
-        "strategy": "ddp",
-        "world_size": 2,
-        "devices": ["cpu", "cpu"],
-        "steps": 460,
-        "epochs": 20,
-        "samples": 28740,
-        "seconds": 6.5,
-        "samples_per_second": 4421.5,
-        "final_loss": 0.0123,
-        "metrics": {"accuracy": 0.9917},
-        "shares": [0.75, 0.25],
-        "weights_digest": "0" * 64,
-        "versions": {},
-        "batch_size": 64,
-        "seed": 0,
-        "ranks": [{"compute_seconds": 3.0, "wait_seconds": 2.0, "input_seconds": 1.0}] * 2,
-        "run_dir": "runs/digits",
-    }
-    return RunSummary(**(values | changes))
 
 
 def test_a_summary_shows_the_result_and_the_ranks() -> None:
