@@ -10,7 +10,7 @@ time is the mean of the repeats, and each is the median of its steps.
 =========  ============================================================================================
 seen       all ways at the batch size of the calibration; the regret is the time of the plan's first one
            over that of the fastest, and their median error, which all ways share, is called the machine's drift
-batch      batches of half, twice and three times that size
+batch      batches of half, one and a half and three times that size
 throttle   a rank at half or a quarter of its speed, with equal, fixed and learned shares
 micro      batches that are cut into micro-batches
 =========  ============================================================================================
@@ -53,7 +53,7 @@ from evener.training.engine import Engine
 TASKS = {"convolutions": 64, "ResNet": 8, "LSTM": 16, "embeddings": 512, "GPT, tied": 8}
 """Batch sizes at which a step of one rank takes 5 to 60 ms on 2 cores."""
 NUMBERS = 1, 2, 3, 4
-SIZES = 0.5, 2, 3
+SIZES = 0.5, 1.5, 3
 KINDS = "seen", "batch", "throttle", "micro"
 STEPS, SECONDS = 20, (0.5, 2.0)
 """Each repeat takes so many steps, but for at least and at most so long."""

@@ -10,8 +10,17 @@ from hypothesis import strategies as st
 
 from evener.tools.plan.candidates import Candidate
 from evener.tools.plan.costs import step_time
-from evener.tools.plan.measured import OF_ALL, costs_of, line_through, repeat_spread, spread_of, undisturbed
-from evener.tools.plan.trials import DISTURBED, Trial, steady
+from evener.tools.plan.measured import (
+    OF_ALL,
+    costs_of,
+    line_through,
+    off_line,
+    repeat_spread,
+    spread_of,
+    unclear,
+    undisturbed,
+)
+from evener.tools.plan.trial import DISTURBED, Trial
 
 numbers = st.floats(0.0, 1.0)
 sizes = st.lists(st.integers(1, 1000), min_size=2, max_size=5, unique=True)
@@ -104,8 +113,33 @@ def test_disturbed_trials_do_not_count_and_make_a_prediction_less_certain() -> N
 
 
 @given(st.lists(st.floats(0.9, 1.3), min_size=1, max_size=4))
-def test_what_took_different_times_is_not_steady(times: list[float]) -> None:
-    trials = [trial(12, each, (each,)) for each in times]
-    found = steady([*trials, trial(48, 4.0, (3.9,))])
-    assert (Candidate(1, "ddp"), 48) in found
-    assert ((Candidate(1, "ddp"), 12) in found) == (max(times) <= (1 + DISTURBED) * min(times))
+def test_what_took_different_times_is_unclear(times: list[float]) -> None:
+    found = unclear([trial(12, each, (each,)) for each in times])
+    one = (Candidate(1, "ddp"), 12)
+    if max(times) > (1 + DISTURBED) * min(times):
+        assert found == [one]
+    elif max(times) < (1 + DISTURBED / 2) * min(times):
+        assert not found
+
+
+def test_a_size_off_the_line_of_the_others_is_unclear() -> None:
+    calm = [trial(size, 1.0 + 0.1 * size, (1.0,)) for size in (4, 16, 16, 32)]
+    assert not unclear(calm)
+    assert off_line(calm) == pytest.approx([0.0] * 4)
+    assert (Candidate(1, "ddp"), 32) in unclear([*calm[:3], trial(32, 7.0, (1.0,))])
+
+
+def test_a_curve_makes_a_prediction_less_certain() -> None:
+    line = costs_of([trial(size, 0.1 * size, (0.1 * size,)) for size in (4, 16, 32)], 0.0)
+    curve = costs_of([trial(size, size**0.7, (size**0.7,)) for size in (4, 16, 32)], 0.0)
+    assert line.spread == pytest.approx(0.0)
+    assert 0.01 < curve.spread < 0.2
+
+
+def test_errors_count_in_parts_of_a_step() -> None:
+    """A line through a curve is off by about as many per cent at each end."""
+    points = [(4.0, 3.0), (16.0, 8.0), (64.0, 40.0)]
+    line = line_through(points, [y**-2 for _, y in points])
+    small, *_, large = (abs(line(x) / y - 1) for x, y in points)
+    assert small < 0.25
+    assert large < 0.25

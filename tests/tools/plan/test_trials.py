@@ -13,8 +13,10 @@ from torch.utils.data import TensorDataset
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.tools.plan.candidates import Candidate
+from evener.tools.plan.measured import unclear
 from evener.tools.plan.sum_trials import SumTimes
-from evener.tools.plan.trials import LEAST_STEPS, ROUNDS, Refusal, Trial, run_trials, steady
+from evener.tools.plan.trial import Trial
+from evener.tools.plan.trials import LEAST_STEPS, Refusal, run_trials
 
 CONFIG = RunConfig(device="cpu")
 ONE, TWO = Candidate(1, "single"), Candidate(2, "ddp")
@@ -46,11 +48,10 @@ def refusing() -> Task:
 
 def test_trials_alternate_and_have_only_whole_batches() -> None:
     """The last batch of each epoch has 4 samples."""
-    found = run_trials(small, None, CONFIG, [(ONE, 8), (ONE, 4)], 0.02, 60.0)
+    found = run_trials(small, None, CONFIG, [[(ONE, 8), (ONE, 4)], [(ONE, 8), (ONE, 16)]], 0.02, 60.0)
     trials = [each for each in found if isinstance(each, Trial)]
-    assert [each.batch_size for each in trials][: 2 * ROUNDS] == [8, 4] * ROUNDS
-    unlike = {(ONE, 8), (ONE, 4)} - steady(trials[: 2 * ROUNDS])
-    assert {(ONE, each.batch_size) for each in trials[2 * ROUNDS :]} == unlike
+    assert [each.batch_size for each in trials][:4] == [8, 4, 8, 16]
+    assert [(ONE, each.batch_size) for each in trials[4:]] == unclear(trials[:4])
     for each in trials:
         assert each.shares == (each.batch_size,)
         assert len(each.steps) >= LEAST_STEPS // 2
@@ -59,23 +60,37 @@ def test_trials_alternate_and_have_only_whole_batches() -> None:
 
 
 def test_without_time_it_is_a_reason() -> None:
-    found = run_trials(small, None, CONFIG, [(ONE, 8)], 0.02, -1.0)
+    found = run_trials(small, None, CONFIG, [[(ONE, 8)]], 0.02, -1.0)
     assert [type(each) for each in found] == [Refusal]
     assert "time" in found[0].reason  # type: ignore[union-attr]
 
 
 def test_an_error_of_the_model_is_a_reason() -> None:
-    (found,) = run_trials(refusing, None, CONFIG, [(ONE, 12)], 0.02, 60.0)
+    (found,) = run_trials(refusing, None, CONFIG, [[(ONE, 12)]], 0.02, 60.0)
     assert isinstance(found, Refusal)
     assert "12 samples are not 8" in found.reason
+
+
+def test_a_size_besides_is_left_out_alone() -> None:
+    def bears_few() -> Task:
+        return replace(refusing(), train=TensorDataset(rand(32, 4), rand(32, 2)))
+
+    found = run_trials(bears_few, None, CONFIG, [[(ONE, 8), (ONE, 4)], [(ONE, 8), (ONE, 16)]], 0.02, 60.0)
+    assert {each.batch_size for each in found if isinstance(each, Trial)} == {8}
+    assert not [each for each in found if isinstance(each, Refusal)]
+
+
+def test_a_batch_has_no_more_samples_than_there_are() -> None:
+    found = run_trials(small, None, CONFIG, [[(ONE, 100)]], 0.02, 60.0)
+    assert {each.batch_size for each in found if isinstance(each, Trial)} == {36}
 
 
 @pytest.mark.slow
 def test_ranks_try_what_they_can_and_say_why_they_cannot() -> None:
     experts = Candidate(2, "experts")
-    found = run_trials(small, None, CONFIG, [(TWO, 8), (experts, 8), (TWO, 4)], 0.02, 60.0)
+    found = run_trials(small, None, CONFIG, [[(TWO, 8), (experts, 8), (TWO, 4)]] * 2, 0.02, 60.0)
     trials = [each for each in found if isinstance(each, Trial)]
-    assert [each.shares for each in trials][: 2 * ROUNDS] == [(4, 4), (2, 2)] * ROUNDS
+    assert [each.shares for each in trials][:4] == [(4, 4), (2, 2)] * 2
     assert all(len(each.compute) == len(each.input) == 2 for each in trials)
     (refusal,) = (each for each in found if isinstance(each, Refusal))
     (sums,) = (each for each in found if isinstance(each, SumTimes))
@@ -89,8 +104,9 @@ def test_ranks_try_what_they_can_and_say_why_they_cannot() -> None:
 @pytest.mark.slow
 def test_an_error_of_the_model_on_all_ranks_is_a_reason_and_trials_go_on() -> None:
     """Each of two ranks gets half of a batch, and the last of an epoch has 4 samples."""
-    found = run_trials(refusing, None, CONFIG, [(TWO, 12), (replace(TWO, strategy="sharded"), 16)], 0.0, 60.0)
+    ways = [TWO, replace(TWO, strategy="sharded")]
+    found = run_trials(refusing, None, CONFIG, [[(way, 12) for way in ways]], 0.0, 60.0)
     reasons = {each.candidate: each.reason for each in found if isinstance(each, Refusal)}
     assert "6 samples are not 8" in reasons.pop(TWO)
-    assert "2 samples are not 8" in reasons.popitem()[1]
+    assert "6 samples are not 8" in reasons.popitem()[1]
     assert not reasons

@@ -49,7 +49,7 @@ class Calibration:
 
     task: str
     batch_size: int
-    """The larger of the two batch sizes of the trials."""
+    """The batch size that was asked for. A smaller and a larger one were tried, too."""
     costs: dict[Candidate, StepCosts]
     refused: dict[str, str] = field(default_factory=dict)
     """What cannot train the task, or was not tried, with the reason."""

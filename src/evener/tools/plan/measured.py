@@ -8,8 +8,9 @@ from itertools import pairwise
 from statistics import mean, median, pstdev
 
 from evener.balance.time_model import Line
+from evener.tools.plan.candidates import Candidate
 from evener.tools.plan.costs import StepCosts, part_of
-from evener.tools.plan.trials import DISTURBED, Trial
+from evener.tools.plan.trial import DISTURBED, Trial
 
 OF_ALL = 4
 """The number of differences between trials of one candidate that those of all candidates together weigh as much as."""
@@ -24,21 +25,44 @@ def costs_of(trials: Sequence[Trial], spread: float) -> StepCosts:
     """
     repeats, trials = _repeats(trials), undisturbed(trials)
     ranks, parts = trials[0].candidate.ranks, len(trials[0].shares)
+    weights = [each.seconds**-2 for each in trials]  # errors count in per cent of the step
     compute = tuple(
-        line_through([(_own(each, rank), each.compute[rank]) for each in trials]) for rank in range(ranks)
+        line_through([(_own(each, rank), each.compute[rank]) for each in trials], weights)
+        for rank in range(ranks)
     )
     inputs = [(max(each.shares), max(each.input)) for each in trials]
     rest = [(each.batch_size, each.seconds - max(each.compute) - max(each.input)) for each in trials]
     within = median(pstdev(each.steps) / each.seconds / math.sqrt(len(each.steps)) for each in trials)
+    repeated = _root_mean_square([spread] * OF_ALL + repeats)
     return StepCosts(
         compute,
         parts,
-        rest=line_through([(size, max(0.0, seconds)) for size, seconds in rest]),
-        input=line_through(inputs),
-        spread=math.hypot(_root_mean_square([spread] * OF_ALL + repeats), within),
+        rest=line_through([(size, max(0.0, seconds)) for size, seconds in rest], weights),
+        input=line_through(inputs, weights),
+        spread=math.hypot(repeated, within, _root_mean_square(off_line(trials))),
         setup=median(each.setup for each in trials),
         sizes=tuple(sorted({each.batch_size for each in trials})),
     )
+
+
+def off_line(trials: Sequence[Trial]) -> list[float]:
+    """Returns for each trial of a candidate how far its step is from a line of the batch size, in parts of the step.
+    Not 0 where a machine does not take a line, or was disturbed."""
+    points = [(each.batch_size, each.seconds) for each in trials]
+    line = line_through(points, [seconds**-2 for _, seconds in points])
+    return [line(size) / seconds - 1 for size, seconds in points]
+
+
+def unclear(trials: Sequence[Trial]) -> list[tuple[Candidate, int]]:
+    """Returns the candidates and batch sizes whose trials have taken different times, or are off the line of the
+    candidate's others: trials that may have been disturbed."""
+    found = list[tuple[Candidate, int]]()
+    for candidate in dict.fromkeys(each.candidate for each in trials):
+        own = [each for each in trials if each.candidate == candidate]
+        wild = {each.batch_size for each, off in zip(own, off_line(own), strict=True) if abs(off) > DISTURBED}
+        wild |= {each.batch_size for each in own if each not in undisturbed(own)}
+        found += [(candidate, size) for size in dict.fromkeys(t.batch_size for t in own) if size in wild]
+    return found
 
 
 def undisturbed(trials: Sequence[Trial]) -> list[Trial]:
@@ -50,19 +74,25 @@ def undisturbed(trials: Sequence[Trial]) -> list[Trial]:
     return [each for each in trials if each.seconds <= (1 + DISTURBED) * fastest[each.batch_size].seconds]
 
 
-def line_through(points: Sequence[tuple[float, float]]) -> Line:
+def line_through(points: Sequence[tuple[float, float]], weights: Sequence[float] | None = None) -> Line:
     """Returns the line through points of samples and seconds, by least squares. Neither of its numbers is negative.
-    Through one point it is in proportion to the samples."""
-    points = [(x, y) for x, y in points if x > 0]
-    if not points:
+    Through one point it is in proportion to the samples.
+
+    Args:
+        weights: What the square of a point's error counts. Equal by default.
+    """
+    pairs = zip(points, weights or [1.0] * len(points), strict=True)
+    known = [(x, y, weight) for (x, y), weight in pairs if x > 0]
+    if not known:
         return Line(0.0, 0.0)
-    mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
-    over = sum((x - mean_x) ** 2 for x, _ in points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / over if over else mean_y / mean_x
+    whole = sum(weight for *_, weight in known)
+    mean_x, mean_y = (sum(point[place] * point[2] for point in known) / whole for place in (0, 1))
+    over = sum(weight * (x - mean_x) ** 2 for x, _, weight in known)
+    slope = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in known) / over if over else mean_y / mean_x
     if slope < 0:
         return Line(mean_y, 0.0)
     if mean_y < slope * mean_x:
-        return Line(0.0, sum(x * y for x, y in points) / sum(x * x for x, _ in points))
+        return Line(0.0, sum(w * x * y for x, y, w in known) / sum(w * x * x for x, _, w in known))
     return Line(mean_y - slope * mean_x, slope)
 
 

@@ -38,7 +38,8 @@ from evener.tools.plan.measured import costs_of, spread_of
 from evener.tools.plan.result import TrainingPlan, Way, best_all_reduce
 from evener.tools.plan.structure import structure_of
 from evener.tools.plan.sum_trials import SumTimes, with_all_reduces
-from evener.tools.plan.trials import Refusal, Trial, run_trials
+from evener.tools.plan.trial import Trial
+from evener.tools.plan.trials import Refusal, run_trials
 from evener.tools.plan.work import knowable
 from evener.training.builtin_tasks import BUILT_IN
 
@@ -46,7 +47,10 @@ SECONDS = 40.0
 """About how long all trials take together."""
 START_SECONDS = 4.0
 """About how long it takes to start ranks and to import PyTorch."""
-SETUP_SECONDS = 0.3
+SMALLER, LARGER = 4, 2
+"""A batch of a quarter of the size is tried, too, and one of twice the size. What is asked for lies between them, or
+not far beyond."""
+SETUP_SECONDS = 0.15
 """About how long it takes to set up a trial of a small model."""
 TRIAL_SECONDS = 0.05, 1.0
 """The least and the most that the steps of a trial take."""
@@ -68,8 +72,8 @@ def make_plan(
 ) -> TrainingPlan:
     """Predicts the time of a step for each way to train a task on the devices of this machine.
 
-    A few steps are taken in each way, with up to ``processes`` ranks, at two batch sizes. Times for other batches,
-    shares and speeds follow from these.
+    A few steps are taken in each way, with up to ``processes`` ranks, with the batch and with a smaller and a
+    larger one. Times for other batches, shares and speeds follow from these.
 
     Args:
         task: As :func:`evener.fit` takes it.
@@ -145,7 +149,7 @@ def calibrate(
     options: Mapping[str, Any] | None = None,
     seconds: float = SECONDS,
 ) -> Calibration:
-    """Takes a few steps in each way with several numbers of ranks, at two batch sizes.
+    """Takes a few steps in each way with several numbers of ranks and at three batch sizes.
 
     Args:
         numbers: The numbers of ranks. By default from 1 to the processes of the settings.
@@ -155,18 +159,19 @@ def calibrate(
     numbers = numbers or numbers_of_ranks(one_number(config.processes) or default_processes(kind))
     batch_size, load = config.batch_size or built.batch_size, os.getloadavg()[0]
     asked = {ranks: _asked(ranks, config, batch_size) for ranks in numbers}
-    each = (seconds - START_SECONDS * len(numbers)) / sum(map(len, asked.values())) - SETUP_SECONDS
+    trials = sum(len(pairs) for rounds in asked.values() for pairs in rounds)
+    each = (seconds - START_SECONDS * len(numbers)) / trials - SETUP_SECONDS
     each = min(TRIAL_SECONDS[1], max(TRIAL_SECONDS[0], each))
     found, refused, sums = list[Trial](), dict[str, str](), dict[int, SumTimes]()
     began, hopeless = time.monotonic(), set[str]()
     for place, ranks in enumerate(numbers):
         left = max(0.0, seconds - (time.monotonic() - began)) / (len(numbers) - place)
-        wanted = [pair for pair in asked[ranks] if pair[0].strategy not in hopeless]
-        trials, reasons, timed = _tried(task, options, config, wanted, each, left)
+        wanted = [[pair for pair in pairs if pair[0].strategy not in hopeless] for pairs in asked[ranks]]
+        took, reasons, timed = _tried(task, options, config, wanted, each, left)
         sums |= {each.ranks: each for each in timed}
-        hopeless |= {pair[0].strategy for pair in wanted if pair[0].words in reasons} & set(SPECIAL)
+        hopeless |= {pair[0].strategy for pair in wanted[0] if pair[0].words in reasons} & set(SPECIAL)
         refused |= reasons
-        found += trials
+        found += took
     tried = {
         each: [trial for trial in found if trial.candidate == each] for each in (t.candidate for t in found)
     }
@@ -189,18 +194,22 @@ def calibrate(
     )
 
 
-def _asked(ranks: int, config: RunConfig, batch_size: int) -> list[tuple[Candidate, int]]:
-    """Returns the trials on a number of ranks. The first is made once more at the end."""
-    found = candidates_of(ranks, config)
-    sizes = [batch_size, *([smaller] if (smaller := max(ranks, batch_size // 4)) < batch_size else [])]
-    return [*((each, size) for each in found for size in sizes), (found[0], batch_size)]
+def _asked(ranks: int, config: RunConfig, batch_size: int) -> list[list[tuple[Candidate, int]]]:
+    """Returns the trials on a number of ranks, in two rounds: the batch in both, a smaller and a larger one in one. The
+    first is made once more at the end of each."""
+    found, smaller = candidates_of(ranks, config), max(ranks, batch_size // SMALLER)
+    others = [smaller] * (smaller < batch_size), [LARGER * batch_size]
+    return [
+        [*((each, size) for each in found for size in (batch_size, *other)), (found[0], batch_size)]
+        for other in others
+    ]
 
 
 def _tried(
     task: TaskLike,
     options: Mapping[str, Any] | None,
     config: RunConfig,
-    asked: list[tuple[Candidate, int]],
+    rounds: list[list[tuple[Candidate, int]]],
     seconds: float,
     most_seconds: float,
 ) -> tuple[list[Trial], dict[str, str], list[SumTimes]]:
@@ -208,9 +217,9 @@ def _tried(
         throttle=None, throttle_at=(), balance="equal", memory_limit=None, memory_limit_at=()
     )
     try:
-        found = run_trials(task, options, plain, asked, seconds, most_seconds)
+        found = run_trials(task, options, plain, rounds, seconds, most_seconds)
     except EvenerError as error:  # a rank died, or waited in vain
-        return [], {asked[0][0].words: str(error)}, []
+        return [], {rounds[0][0][0].words: str(error)}, []
     refused = {each.candidate.words: each.reason for each in found if isinstance(each, Refusal)}
     sums = [each for each in found if isinstance(each, SumTimes)]
     return [each for each in found if isinstance(each, Trial)], refused, sums

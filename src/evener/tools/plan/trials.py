@@ -23,51 +23,17 @@ from evener.errors import EvenerError
 from evener.strategies.ddp import DdpSum
 from evener.strategies.synchronizer import Synchronizer
 from evener.tools.plan.candidates import Candidate
+from evener.tools.plan.measured import unclear
 from evener.tools.plan.sum_trials import SumTimes, time_sums
+from evener.tools.plan.trial import Trial
 from evener.training.builtin_tasks import BUILT_IN
 from evener.training.engine import Engine
 
 WARM_STEPS = 2
 """Steps before those that count. In them the optimizer makes its state and buckets are laid out."""
 LEAST_STEPS, MOST_STEPS = 4, 40
-ROUNDS = 2
-"""So often each trial is made, with all others in between. A machine is often slower for some seconds, and what is
-tried just then would look slower than the rest. In later rounds the fastest ways come first, as long as there is
-time. What has taken different times is tried once more."""
-DISTURBED = 0.12
-"""A trial that takes longer by more than this than another that is the same was disturbed: others only slow it down."""
 TIMEOUT_SECONDS = 60.0
 NO_TIME = "there was no time to try it"
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A few steps with one batch size. Times are medians in seconds."""
-
-    candidate: Candidate
-    batch_size: int
-    shares: tuple[int, ...]
-    """The number of samples of each rank."""
-    steps: tuple[float, ...]
-    """The seconds of each step, reading included."""
-    compute: tuple[float, ...]
-    """For each rank, the passes until its last gradient was ready."""
-    input: tuple[float, ...]
-    """For each rank, the wait for samples."""
-    setup: float
-    """From the start to the end of the first step."""
-    bucket_nbytes: int = 0
-    """Bytes of a bucket of ``ddp``, and of all gradients. 0 with other strategies."""
-    gradient_nbytes: int = 0
-
-    @property
-    def seconds(self) -> float:
-        return median(self.steps)
-
-    @property
-    def pace(self) -> float:
-        """Seconds for each sample."""
-        return self.seconds / self.batch_size
 
 
 @dataclass(frozen=True)
@@ -82,26 +48,30 @@ def run_trials(
     task: TaskLike,
     options: Mapping[str, Any] | None,
     config: RunConfig,
-    asked: Sequence[tuple[Candidate, int]],
+    rounds: Sequence[Sequence[tuple[Candidate, int]]],
     seconds: float,
     most_seconds: float,
 ) -> list[Trial | Refusal | SumTimes]:
     """Runs trials one after the other on ranks of this machine.
 
+    A machine is often slower for some seconds, and what is tried just then would look slower than the rest. So a trial
+    is repeated in another round, with all others in between. In later rounds the fastest ways come first, as long as
+    there is time. What has taken different times is tried once more.
+
     Args:
-        asked: Candidates of one number of ranks, each with a batch size.
-        seconds: About how long each of them takes its steps, in all rounds together.
+        rounds: In each round the trials: candidates of one number of ranks, each with a batch size. A candidate that
+            fails with the first size of all is refused. Another size is left out alone.
+        seconds: About how long each trial takes its steps.
         most_seconds: No further trial begins after this time.
 
     Returns:
-        The trials, each at most once more often than there are rounds, refusals, and the times of all-reduces if
-        ``ddp`` was tried with the default one.
+        The trials, refusals, and the times of all-reduces if ``ddp`` was tried with the default one.
 
     Raises:
         RankError: If a rank died.
     """
-    ranks = asked[0][0].ranks
-    settings = (task, options, config, list(asked), seconds, most_seconds)
+    ranks = rounds[0][0][0].ranks
+    settings = (task, options, config, [list(each) for each in rounds], seconds, most_seconds)
     return launch(
         _on_rank, *settings, processes=ranks, device=config.device, timeout_seconds=TIMEOUT_SECONDS
     )[0]
@@ -111,45 +81,41 @@ def _on_rank(
     task: TaskLike,
     options: Mapping[str, Any] | None,
     config: RunConfig,
-    asked: list[tuple[Candidate, int]],
+    rounds: list[list[tuple[Candidate, int]]],
     seconds: float,
     most_seconds: float,
 ) -> list[Trial | Refusal | SumTimes]:
     built = resolve(task, BUILT_IN, options)()
     found, refused, sums = list[Trial](), dict[Candidate, str](), list[SumTimes]()
     began, timed = time.perf_counter(), config.allreduce is None and config.compress is None
+    needed, failed = rounds[0][0][1], set[tuple[Candidate, int]]()
     with Session(device=config.device, timeout_seconds=TIMEOUT_SECONDS) as session, quiet():
         timed &= session.inner_backend is None
-        for number in range(ROUNDS + 1):
-            paces, wanted = {each.candidate: each.pace for each in found}, asked
-            if number == ROUNDS:
-                unlike = {(each.candidate, each.batch_size) for each in found} - steady(found)
-                wanted = [pair for pair in dict.fromkeys(asked) if pair in unlike]
+        for number in range(len(rounds) + 1):
+            paces = {each.candidate: each.pace for each in found}
+            wanted = rounds[number] if number < len(rounds) else unclear(found)
             paces, wanted = session.control.broadcast_object((paces, wanted))
             for candidate, batch_size in sorted(wanted, key=lambda pair: paces.get(pair[0], 0.0)):
                 if session.control.broadcast_object(time.perf_counter() - began) > most_seconds:
                     refused.setdefault(candidate, NO_TIME)
-                if candidate not in refused:
-                    try:
-                        found.append(_one(built, candidate, batch_size, config, session, seconds / ROUNDS))
-                    except EvenerError as error:
-                        refused[candidate] = str(error)
-                    except Exception as error:  # of the model, which may not bear to be divided so
-                        refused[candidate] = f"{type(error).__name__}: {error}"
+                if candidate in refused or (candidate, batch_size) in failed:
+                    continue
+                try:
+                    trial = _one(built, candidate, batch_size, config, session, seconds)
+                except Exception as error:  # of a model, too, which may not bear to be divided so
+                    failed.add((candidate, batch_size))
+                    if batch_size == needed:
+                        kind = "" if isinstance(error, EvenerError) else f"{type(error).__name__}: "
+                        refused[candidate] = f"{kind}{error}"
+                else:
+                    if batch_size == needed or not trial.retries:
+                        found.append(trial)
             usual = next((each for each in found if each.gradient_nbytes), None)
             if usual is not None and timed and not sums:
                 sums.append(time_sums(session, usual.bucket_nbytes, usual.gradient_nbytes))
     tried = {each.candidate for each in found}
     late = {each for each, reason in refused.items() if reason == NO_TIME and each in tried}
     return [*found, *(Refusal(*each) for each in refused.items() if each[0] not in late), *sums]
-
-
-def steady(trials: Sequence[Trial]) -> set[tuple[Candidate, int]]:
-    """Returns the candidates and batch sizes whose trials have all taken about the same time."""
-    times = dict[tuple[Candidate, int], list[float]]()
-    for each in trials:
-        times.setdefault((each.candidate, each.batch_size), []).append(each.seconds)
-    return {pair for pair, found in times.items() if max(found) <= (1 + DISTURBED) * min(found)}
 
 
 @contextmanager
@@ -184,17 +150,20 @@ def _one(
                     wanted = round(seconds / max(taken[-1], 1e-6))
                     left = session.control.broadcast_object(min(MOST_STEPS, max(LEAST_STEPS, wanted)))
         counted = [step.record() for step in records[WARM_STEPS + 1 :]]
-        whole = max(each.samples for each in counted)  # the last batch of an epoch is smaller
+        whole = max(
+            each.samples for each in counted
+        )  # the last batch of an epoch is smaller, and so is a small set
         kept = [place for place, each in enumerate(counted) if each.samples == whole]
         return Trial(
             candidate,
-            batch_size,
+            whole,
             counted[kept[-1]].shares,
             tuple(taken[WARM_STEPS + 1 + place] for place in kept),
             _medians([counted[place].compute_seconds for place in kept]),
             _medians([counted[place].input_seconds for place in kept]),
             setup,
             *_sums_of(engine.learner.synchronizer),
+            retries=sum(int(each) for step in records for each in step.retries),
         )
 
 
