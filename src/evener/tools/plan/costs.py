@@ -23,8 +23,8 @@ from evener.data.division import by_weights
 
 LEAST_SPREAD = 0.02
 """The smallest relative standard deviation of a prediction: two runs of the same command differ by about that."""
-PER_DOUBLING = 0.06
-"""What each doubling of the batch away from the sizes that were tried adds to it."""
+PER_DOUBLING = 0.1
+"""What each doubling of the batch away from the nearest size that was tried adds to it."""
 UNMEASURED_SPREAD = 0.25
 """The relative standard deviation of what no device at hand has measured. Analytic models of other tools state errors
 of 5 to 15 % on devices that they were fitted to (Maya, Charon, vTrain), and more on others."""
@@ -161,5 +161,4 @@ def _spread(costs: StepCosts, batch_size: int) -> float:
     if not costs.sizes:
         return costs.spread
     nearest = min(abs(math.log2(batch_size / size)) for size in costs.sizes)
-    between = min(costs.sizes) <= batch_size <= max(costs.sizes)
-    return math.hypot(max(LEAST_SPREAD, costs.spread), PER_DOUBLING * nearest * (0.5 if between else 1.0))
+    return math.hypot(max(LEAST_SPREAD, costs.spread), PER_DOUBLING * nearest)

@@ -149,7 +149,8 @@ def calibrate(
     options: Mapping[str, Any] | None = None,
     seconds: float = SECONDS,
 ) -> Calibration:
-    """Takes a few steps in each way with several numbers of ranks and at three batch sizes.
+    """Takes a few steps in each way with several numbers of ranks and at three batch sizes. The first number of ranks,
+    which has the fewest ways, comes once more at the end.
 
     Args:
         numbers: The numbers of ranks. By default from 1 to the processes of the settings.
@@ -164,8 +165,9 @@ def calibrate(
     each = min(TRIAL_SECONDS[1], max(TRIAL_SECONDS[0], each))
     found, refused, sums = list[Trial](), dict[str, str](), dict[int, SumTimes]()
     began, hopeless = time.monotonic(), set[str]()
-    for place, ranks in enumerate(numbers):
-        left = max(0.0, seconds - (time.monotonic() - began)) / (len(numbers) - place)
+    again = numbers[:1] if len(numbers) > 1 else ()  # its trials are over too soon to outlast a disturbance
+    for place, ranks in enumerate([*numbers, *again]):
+        left = max(0.0, seconds - (time.monotonic() - began)) / (len(numbers) + len(again) - place)
         wanted = [[pair for pair in pairs if pair[0].strategy not in hopeless] for pairs in asked[ranks]]
         took, reasons, timed = _tried(task, options, config, wanted, each, left)
         sums |= {each.ranks: each for each in timed}
@@ -195,10 +197,10 @@ def calibrate(
 
 
 def _asked(ranks: int, config: RunConfig, batch_size: int) -> list[list[tuple[Candidate, int]]]:
-    """Returns the trials on a number of ranks, in two rounds: the batch in both, a smaller and a larger one in one. The
-    first is made once more at the end of each."""
+    """Returns the trials on a number of ranks, in two rounds: the batch in both, a larger and a smaller one in one. The
+    first is made once more at the end of each. The larger one comes first, in case that there is no time for all."""
     found, smaller = candidates_of(ranks, config), max(ranks, batch_size // SMALLER)
-    others = [smaller] * (smaller < batch_size), [LARGER * batch_size]
+    others = [LARGER * batch_size], [smaller] * (smaller < batch_size)
     return [
         [*((each, size) for each in found for size in (batch_size, *other)), (found[0], batch_size)]
         for other in others
