@@ -33,7 +33,7 @@ def _page(name: str) -> str:
 
 
 SHOWN = {
-    "benchmarks/RESULTS.md": "results.md",
+    "benchmarks/HISTORY.md": "results.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",

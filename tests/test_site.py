@@ -125,7 +125,7 @@ GENERATED = runpy.run_path(str(ROOT / "docs/generated.py"))
 
 def test_the_benchmarks_at_a_glance_are_those_of_the_results() -> None:
     """Each number of the page's tables, and each that its text gives, stands in the results."""
-    results = (ROOT / "benchmarks/RESULTS.md").read_text()
+    results = (ROOT / "benchmarks/HISTORY.md").read_text()
     page = (ROOT / "docs/benchmarks.md").read_text()
     numbers = set(re.findall(r"(?<![\d.-])\d+\.\d+(?![\d.])", page))
     assert len(numbers) > 40
