@@ -1,6 +1,6 @@
 """Runs benchmarks one after the other and keeps their records: ``make bench``.
 
-    python -m benchmarks [--only NAME,NAME] [--arguments ARGUMENTS] [--to DIRECTORY]
+    python -m benchmarks [--only NAME,NAME] [--to DIRECTORY] [-- ARGUMENTS]
     python -m benchmarks --pages
 
 Which there are, with which arguments, is in ``catalogue.toml``. Tables of a record are replaced when all runs of its
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only", metavar="NAME,NAME", help="these; by default all that need no more than two cores"
     )
     parser.add_argument(
-        "--arguments", help="of the one benchmark that --only names, in place of its usual ones"
+        "arguments", nargs="*", help="of the one benchmark that --only names, in place of its usual ones"
     )
     parser.add_argument("--to", type=Path, metavar="DIRECTORY", help="leave Evener's own records as they are")
     parser.add_argument("--pages", action="store_true", help="only write the pages again, of the records")
@@ -116,10 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"there is no benchmark {', '.join(wrong)}. There are: {', '.join(known)}", file=sys.stderr)
         return 2
     entries = [known[name] for name in names] or [entry for entry in known.values() if not entry.needs]
-    if given.arguments is not None:
+    if given.arguments:
         if len(names) != 1:
-            parser.error("--arguments are those of one benchmark: name it with --only")
-        entries = [replace(entries[0], runs=(given.arguments,))]
+            parser.error("arguments are those of one benchmark: name it with --only")
+        entries = [replace(entries[0], runs=(shlex.join(given.arguments),))]
     try:
         return run_all(entries, directory)
     except KeyboardInterrupt:

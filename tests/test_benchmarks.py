@@ -247,7 +247,7 @@ def test_a_name_that_is_none_is_told_with_all_that_are(capsys: pytest.CaptureFix
 
 def test_arguments_are_those_of_one_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        runner.main(["--arguments", "--turns 1"])
+        runner.main(["--", "--turns", "1"])
     assert "name it with --only" in capsys.readouterr().err
 
 
@@ -311,7 +311,7 @@ def test_the_makefile_hands_names_on() -> None:
 
 @pytest.mark.slow
 def test_a_real_benchmark_is_recorded(tmp_path: Path) -> None:
-    arguments = ["--only", "overhead", "--arguments", "--turns 3 --steps 2", "--to", str(tmp_path)]
+    arguments = ["--only", "overhead", "--to", str(tmp_path), "--", "--turns", "3", "--steps", "2"]
     assert runner.main(arguments) == 0
     table = read_records(tmp_path / "results")["overhead"]["two CPU ranks"]
     assert table["columns"][:2] == ["workload", "plain DDP"]
