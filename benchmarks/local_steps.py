@@ -26,10 +26,10 @@ from benchmarks.communication_bound import mlp
 from benchmarks.drawn import rand, randint
 from benchmarks.interleaved import paired
 from benchmarks.results import Table, Value, cell, record, spread
+from evener.components.fragments import cut_into_fragments
 from evener.core.config.run_config import RunConfig
 from evener.distributed.session import Session
 from evener.strategies import DiLoCo, LocalSgd
-from evener.strategies.local_steps.strategies import cut_into_fragments
 from evener.training.builtin_tasks import digits
 from evener.training.engine import Engine
 
@@ -94,7 +94,9 @@ def sent_nbytes() -> dict[str, tuple[float, float]]:
 def _greatest(engine: Engine) -> float:
     """Bytes that the largest merge hands to the all-reduce; with ddp those of a step."""
     rounds = engine.learner.rounds
-    parts = cut_into_fragments(list(engine.model.parameters()), rounds.fragments if rounds else 1)
+    parts = cut_into_fragments(
+        list(engine.model.parameters()), rounds.fragments if rounds else 1, "num_fragments"
+    )
     return 4.0 * max(sum(p.numel() for p in each) for each in parts)
 
 

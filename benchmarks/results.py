@@ -51,7 +51,7 @@ from typing import Any, NotRequired, TypedDict
 from evener.files import read_json, replace_text
 
 DIRECTORY = Path(__file__).parent / "results"
-PLACE = "EVENER_BENCHMARK_RECORDS"
+PLACE = "EVENER__RECORDS"
 """The variable of the environment that names the directory for records; without it tables are only printed."""
 UNITS = {
     "",
