@@ -85,9 +85,10 @@ package: $(READY)
 pictures: $(READY)
 	$(BIN)/python -m tests.pictures
 
+# All benchmarks that two cores can run, in about 40 minutes, or those of ONLY=name,name: their records, and the pages.
 bench: $(READY)
 	$(PIP) --quiet --editable '.[bench]'
-	for each in overhead allreduce communication_bound balance; do $(BIN)/python -m benchmarks.$$each || exit; done
+	$(BIN)/python -m benchmarks --only '$(ONLY)'
 
 clean:
 	rm -rf $(VENV) $(VENV)-torch-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

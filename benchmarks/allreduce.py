@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from benchmarks.interleaved import machine
+from benchmarks.results import Table, Value, cell, record
 from evener.collectives.tuning.bench import Row
 from evener.tools.bench import bench_all_reduce, parse_sizes
 from evener.training.reporting.chart import size_text
@@ -34,29 +34,25 @@ def copy_seconds(nbytes: int, rounds: int = 7) -> float:
     return statistics.median(times)
 
 
-def table(rows: list[Row], processes: int) -> str:
-    """Markdown: a row a size, times in us and in brackets gloo's time over it."""
-    names = list(dict.fromkeys(row.algorithm for row in rows))
-    lines = ["| size | " + " | ".join(names) + " | auto / best | shared memory / copies |"]
-    lines.append("|---" * (len(names) + 3) + "|")
+def table(rows: list[Row], processes: int) -> Table:
+    """A row a size, times in us and gloo's time over it."""
+    names, made = list(dict.fromkeys(row.algorithm for row in rows)), []
     for size in dict.fromkeys(row.size for row in rows):
         times = {row.algorithm: row.time for row in rows if row.size == size}
-        cells = [f"{times[name] * 1e6:,.0f} us ({times[PEER] / times[name]:.2f}x)" for name in names]
+        cells = [cell(1e6 * times[name], "us", ratio=times[PEER] / times[name]) for name in names]
         best = min(seconds for name, seconds in times.items() if name != "auto")
-        auto = f"{times['auto'] / best:.2f}" if "auto" in times else ""
-        lines.append(
-            f"| {size_text(size)} | " + " | ".join(cells) + f" | {auto} | {_limit(times, size, processes)} |"
-        )
-    return "\n".join(lines)
+        auto = cell(times["auto"] / best) if "auto" in times else None
+        made.append([size_text(size), *cells, auto, _limit(times, size, processes)])
+    return Table(["size", *names, "auto / best", "shared memory / copies"], made, "gloo's time over it")
 
 
-def _limit(times: dict[str, float], size: int, processes: int) -> str:
+def _limit(times: dict[str, float], size: int, processes: int) -> Value:
     """Time over that of the bytes which an all-reduce in two shots must move through memory: in, out, and the sum."""
     if "shared-memory" not in times:
-        return ""
+        return None
     cores = min(processes, len(os.sched_getaffinity(0)))
     copies = copy_seconds(size) * (5 * processes + 1) / (2 * cores)
-    return f"{times['shared-memory'] / copies:.1f}"
+    return cell(times["shared-memory"] / copies)
 
 
 def main() -> None:
@@ -72,8 +68,9 @@ def main() -> None:
     result = bench_all_reduce(
         parse_sizes(arguments.sizes), names, processes=arguments.processes, device="cpu"
     )
-    print(machine(), f"{arguments.processes} ranks, wrong elements: {result.wrong}", sep=", ")
-    print(table(result.rows, arguments.processes))
+    if result.wrong:
+        raise SystemExit(f"{result.wrong} elements of the sums are wrong")
+    record("allreduce", f"{arguments.processes} ranks", table(result.rows, arguments.processes))
 
 
 if __name__ == "__main__":

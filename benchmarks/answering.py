@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.results import Cell, Table, cell, record, spread
+
 COMMAND = [sys.executable, "-c", "import sys; from evener.cli.main import main; sys.exit(main())"]
 WHOLE = {
     "python -c pass": [sys.executable, "-c", "pass"],
@@ -69,16 +71,18 @@ def main() -> None:
             for what, command in WHOLE.items():
                 taken.setdefault((what, name), []).append(whole(command, environment))
             taken.setdefault(("evener train digits: first line", name), []).append(first_line(environment))
-    for what in dict.fromkeys(what for what, _ in taken):
-        print(f"| {what} | {' | '.join(_words(taken[what, name]) for name in environments)} |", flush=True)
+    columns = [f"{name}, {of}" for name in environments for of in ("median", "least", "of a core")]
+    names = dict.fromkeys(what for what, _ in taken)
+    rows = [[what, *(each for name in environments for each in _cells(taken[what, name]))] for what in names]
+    record("answering", "whole processes", Table(["command", *columns], rows))
 
 
-def _words(seconds: list[tuple[float, float]]) -> str:
-    """Medians; the least time too, which others on the machine disturb the least."""
+def _cells(seconds: list[tuple[float, float]]) -> list[Cell | None]:
+    """Median and least time, which others on the machine disturb the least, and the median of a core's."""
     times, of_core = ([each[part] * 1e3 for each in seconds] for part in (0, 1))
     used = statistics.median(of_core)
-    said = f"{statistics.median(times):.0f} ms (least {min(times):.0f}"
-    return f"{said}, of a core {used:.0f})" if used == used else f"{said})"
+    median = cell(statistics.median(times), "ms", spread=spread(times))
+    return [median, cell(min(times), "ms"), cell(used, "ms") if used == used else None]
 
 
 if __name__ == "__main__":

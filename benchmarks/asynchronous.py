@@ -34,7 +34,7 @@ from benchmarks import asynchronous_accuracy, asynchronous_kills
 from benchmarks.balance import model, throttled
 from benchmarks.contenders import Contender, Work, ours, plain_ddp
 from benchmarks.drawn import rand, randint
-from benchmarks.interleaved import machine
+from benchmarks.results import Table, cell, record, spread
 from evener.distributed.environment import Environment
 from evener.distributed.session import Session
 from evener.strategies import Asynchronous, LocalSgd
@@ -150,12 +150,14 @@ def stalls(turns: int) -> dict[str, list[float]]:
 def show_speeds(
     kind: str, measure: Callable[[int], dict[str, list[float]]], turns: int, processes: int
 ) -> None:
-    """Prints medians, and medians of the parts of the sum of speeds."""
+    """Shows medians, and medians of the parts of the sum of speeds."""
     found = evener.launch(measure, turns, processes=processes, device="cpu")[0]
-    print(f"\n| {kind} | samples/s | of the sum of speeds |\n|---|---|---|")
+    rows = []
     for name, values in found.items():
-        part = statistics.median(a / b for a, b in zip(values, found[SUM], strict=True))
-        print(f"| {name} | {statistics.median(values):.0f} | {part:.2f} |", flush=True)
+        parts = [a / b for a, b in zip(values, found[SUM], strict=True)]
+        speed = cell(statistics.median(values), "samples/s", spread=spread(values))
+        rows.append([name, speed, cell(statistics.median(parts), spread=spread(parts))])
+    record("asynchronous", kind, Table(["strategy", "speed", "of the sum of speeds"], rows))
 
 
 def main() -> None:
@@ -168,11 +170,10 @@ def main() -> None:
     parser.add_argument("--workers", default="4,16,64", help="for the accuracy")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw the accuracies, .svg")
     given = parser.parse_args()
-    print(machine(), flush=True)
     if given.only in (None, "throughput"):
-        show_speeds("3:1", throughput, given.turns, processes=2)
+        show_speeds("two ranks, 3:1", throughput, given.turns, processes=2)
     if given.only in (None, "stalls"):
-        show_speeds("stalls", stalls, given.turns, processes=4)
+        show_speeds("four ranks that stall", stalls, given.turns, processes=4)
     if given.only in (None, "kills"):
         asynchronous_kills.compare()
     if given.only in (None, "accuracy"):

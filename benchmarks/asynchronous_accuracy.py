@@ -23,6 +23,7 @@ from torch.utils.data import ConcatDataset
 import evener
 from benchmarks.balance import Seen
 from benchmarks.interleaved import paired
+from benchmarks.results import Table, Value, cell, record
 from benchmarks.virtual_clock import VirtualWorkers
 from evener.core.config.run_config import RunConfig
 from evener.core.observer import Observer
@@ -177,9 +178,14 @@ def on_ranks(seeds: int, optimizer: str) -> dict[str, list[Trained]]:
 
 
 def compare(seeds: int, workers: Sequence[int] = (4, 16, 64)) -> None:
-    """Prints the accuracies, and the paired differences to the synchronous mode with their 95 % intervals."""
-    print(f"\n| {seeds} seeds | | age, versions | synchronous, % | asynchronous, % | difference |")
-    print("|---|---|---|---|---|---|")
+    """Shows the accuracies, and the paired differences to the synchronous mode with their 95 % intervals."""
+    columns = ["workers, optimizer", "updates", "age", "synchronous", "asynchronous", "difference"]
+    record(
+        "asynchronous", "accuracy on digits", Table(columns, rows(seeds, workers)), beside=f"{seeds} seeds"
+    )
+
+
+def rows(seeds: int, workers: Sequence[int]) -> Iterator[list[Value]]:
     for name, optimizer in OPTIMIZERS.items():
         for number in workers:
             if number == 4:
@@ -190,13 +196,13 @@ def compare(seeds: int, workers: Sequence[int] = (4, 16, 64)) -> None:
                     found[way] = [asynchronous(number, optimizer, seed, way) for seed in range(seeds)]
             together = [run.accuracies[-1] for run in found["synchronous"]]
             for way in RULES:
-                ours, age = (
-                    [run.accuracies[-1] for run in found[way]],
-                    statistics.mean(r.age for r in found[way]),
-                )
-                (mean, half), means = paired(together, ours), map(statistics.mean, (together, ours))
-                words = " | ".join(f"{value:.1f}" for value in (age, *means))
-                print(f"| {number}, {name} | {way} | {words} | {mean:+.2f} ± {half:.2f} |", flush=True)
+                ours = [run.accuracies[-1] for run in found[way]]
+                age = cell(statistics.mean(run.age for run in found[way]), "versions")
+                means = [cell(statistics.mean(each), "%") for each in (together, ours)]
+                mean, half = paired(together, ours)
+                apart = cell(mean, "points", spread=half if len(ours) > 1 else None)
+                who = f"{number} ranks" if number == 4 else str(number)
+                yield [f"{who}, {name}", way, age, *means, apart]
 
 
 def plot(path: Path, seeds: int, workers: int = 16) -> None:

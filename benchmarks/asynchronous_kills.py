@@ -28,6 +28,7 @@ from torch.utils.data import TensorDataset
 
 import evener
 from benchmarks.drawn import rand, randint
+from benchmarks.results import Table, Value, cell, record
 
 PLACE, SECONDS = "EVENER__KILLS", "EVENER__KILLS_SECONDS"
 """The variables with the directory in which ranks tell of themselves, and with the seconds of a batch."""
@@ -120,25 +121,26 @@ def lost_and_doubled(run: Path, size: int) -> tuple[int, int]:
     """Counts samples that no update holds, and samples that more than one does, by the records."""
     held: Counter[int] = Counter()
     at = 0
-    for record in map(json.loads, (run / "records.jsonl").read_text().splitlines()):
-        if record["kind"] == "step":
-            ranges = [each[2:] for merge in record.get("merges") or () for each in merge] or [
-                (0, record["samples"])
+    for step in map(json.loads, (run / "records.jsonl").read_text().splitlines()):
+        if step["kind"] == "step":
+            ranges = [each[2:] for merge in step.get("merges") or () for each in merge] or [
+                (0, step["samples"])
             ]
             for start, stop in ranges:
                 held.update(range(at + start, at + stop))
-            at += record["samples"]
+            at += step["samples"]
     return sum(not held[sample] for sample in range(size)), sum(count > 1 for count in held.values())
 
 
 def compare(ways: Sequence[str] = ("asynchronous", "ddp")) -> None:
-    """Prints the goodput of each strategy."""
-    print(
-        "\n| kills | calm, s | disturbed, s | a death, s | goodput | lost, doubled |\n|---|---|---|---|---|---|"
-    )
-    deaths = BATCHES // EVERY
-    for way in ways:
+    """Shows the goodput of each strategy."""
+
+    def row(way: str) -> list[Value]:
+        deaths = BATCHES // EVERY
         calm, other = train(way, 0), train(way, deaths)
-        costs = f"{(other.seconds - calm.seconds) / deaths:.1f} | {calm.seconds / other.seconds:.2f}"
-        counts = f"{other.lost}, {other.doubled}"
-        print(f"| {way} | {calm.seconds:.1f} | {other.seconds:.1f} | {costs} | {counts} |", flush=True)
+        seconds = calm.seconds, other.seconds, (other.seconds - calm.seconds) / deaths
+        counts = calm.seconds / other.seconds, other.lost, other.doubled
+        return [way, *(cell(each, "s") for each in seconds), *map(cell, counts)]
+
+    columns = ["strategy", "calm", "disturbed", "a death", "goodput", "samples lost", "samples doubled"]
+    record("asynchronous", "killed ranks", Table(columns, map(row, ways)))

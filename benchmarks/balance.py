@@ -31,7 +31,8 @@ from torch.utils.data import TensorDataset
 import evener
 from benchmarks.contenders import ABSENT, PEERS, Contender, Work, ours
 from benchmarks.drawn import rand, randint
-from benchmarks.interleaved import Timing, machine, ratio, take_turns
+from benchmarks.interleaved import Timing, ratio, take_turns
+from benchmarks.results import Table, Value, cell, record, spread
 from evener.balance import BySpeed, solve
 from evener.balance.base import Balancer
 from evener.balance.time_model import Line
@@ -193,7 +194,7 @@ def emulated(turns: int, steps: int) -> dict[str, dict[str, Timing]]:
     with Session(device="cpu") as session:
         for times in (2, 3, 4):
             build = model if session.rank == 0 else throttled(1 / times)
-            name = f"emulated {times}:1"
+            name = f"two ranks, one {times} times slower"
             shares = emulated_optimum(times, session)
             results[name] = compare(work(name, build), session, turns, steps, shares)
     return results
@@ -251,17 +252,28 @@ def overhead(world_size: int = 2, steps: int = 2000) -> float:
     return (time.process_time() - began) / steps
 
 
-def _table(results: Mapping[str, Mapping[str, Timing]]) -> str:
-    """Markdown: a row a contender, how many times as fast as plain DDP, and as the optimum."""
-    lines = ["| | contender | ms a step | x plain DDP | x optimum |", "|---|---|---|---|---|"]
-    for name, timings in results.items():
-        best = next(timing for contender, timing in timings.items() if contender.startswith("optimum"))
-        lines += [
-            f"| {name} | {contender} | {timing.median * 1e3:.1f} | {ratio(timings['plain DDP'], timing):.2f} "
-            f"| {ratio(best, timing):.2f} |"
-            for contender, timing in timings.items()
-        ]
-    return "\n".join(lines)
+def _speeds(results: Mapping[str, Mapping[str, Timing]]) -> Table:
+    """How fast all contenders are, and Evener with shares by speed beside the optimum."""
+    contenders = [*PEERS, "Evener equal", "Evener auto", "optimum"]
+    columns = ["ranks", *contenders, "auto over the optimum", "shares of the optimum"]
+    rows = [_row(name, timings) for name, timings in results.items()]
+    return Table(columns, rows, "times as fast as plain DDP")
+
+
+def _row(name: str, timings: Mapping[str, Timing]) -> list[Value]:
+    plain, cells = timings["plain DDP"], []
+    for timing in timings.values():
+        times = [a / b for a, b in zip(plain.turns, timing.turns, strict=True)]
+        cells.append(
+            cell(1e3 * timing.median, "ms", ratio=statistics.median(times), spread=spread(times) or None)
+        )
+    best = next(contender for contender in timings if contender.startswith("optimum"))
+    over = ratio(timings[best], timings["Evener auto"])
+    return [name, *cells, cell(over, "x"), best.removeprefix("optimum ").strip("()")]
+
+
+def _numbers(found: Mapping[str, float]) -> Table:
+    return Table(["what", "seen"], [[what, cell(value)] for what, value in found.items()])
 
 
 def _launched(function: Callable[..., Any], *args: int, processes: int = 2) -> Any:
@@ -277,23 +289,20 @@ def main() -> None:
     parser.add_argument("--only", default="cores,emulated,slowdown,steady,overhead")
     arguments = parser.parse_args()
     turns, steps, chosen = arguments.turns, arguments.steps, arguments.only.split(",")
-    print(machine(), flush=True)
     if ABSENT:
         print(f"not installed: {', '.join(ABSENT)}", flush=True)
-    results: dict[str, Mapping[str, Timing]] = {}
     if "cores" in chosen:
-        results["three ranks on two cores"] = _launched(cores, turns, steps, processes=3)
+        found = {"three ranks on two cores": _launched(cores, turns, steps, processes=3)}
+        record("balance", "really unequal ranks", _speeds(found))
     if "emulated" in chosen:
-        results |= _launched(emulated, turns, steps)
-    if results:
-        print(_table(results), flush=True)
-    for name, measure, arguments_of in (("slowdown", slowdown, ()), ("steady", steady, (turns, steps))):
-        if name in chosen:
-            found = _launched(measure, *arguments_of)
-            print(f"{name}: " + ", ".join(f"{what} {value:.2f}" for what, value in found.items()), flush=True)
+        record("balance", "slower ranks sleep", _speeds(_launched(emulated, turns, steps)))
+    if "slowdown" in chosen:
+        record("balance", "a slowdown in mid-run", _numbers(_launched(slowdown)))
+    if "steady" in chosen:
+        record("balance", "equal ranks", _numbers(_launched(steady, turns, steps)))
     if "overhead" in chosen:
-        seconds = overhead()
-        print(f"overhead: {seconds * 1e6:.0f} us a step, {seconds / 0.02:.2%} of 20 ms", flush=True)
+        found = [[f"{ranks} ranks", cell(1e6 * overhead(ranks), "us")] for ranks in (2, 16)]
+        record("balance", "the balancer's own time", Table(["", "a step, of the processor"], found))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from torch.utils.data import TensorDataset
 import evener
 from benchmarks.contenders import Work, ours, plain_ddp
 from benchmarks.drawn import randint, randn
-from benchmarks.interleaved import Timing, machine, table, take_turns
+from benchmarks.interleaved import Timing, table, take_turns
+from benchmarks.results import record
 from evener.distributed.session import Session
 
 RANKS = 2
@@ -78,8 +79,7 @@ def main() -> None:
     found = evener.launch(measure, batches, arguments.turns, arguments.steps, processes=RANKS, device="cpu")[
         0
     ]
-    print(machine())
-    print(table(found, "DDP, local"))
+    record("batch_norm", "two CPU ranks", table(found, "DDP, local"))
 
 
 if __name__ == "__main__":

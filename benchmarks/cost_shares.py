@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import evener
 from benchmarks.contenders import Work, ours
 from benchmarks.drawn import randint
-from benchmarks.interleaved import Timing, machine, table, take_turns
+from benchmarks.interleaved import Timing, table, take_turns
+from benchmarks.results import record
 from evener.distributed.session import Session
 
 SAMPLES, VOCABULARY, WIDTH = 2048, 256, 96
@@ -84,11 +85,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32)
     arguments = parser.parse_args()
-    print(machine(), flush=True)
     found = evener.launch(
         compare, arguments.turns, arguments.steps, arguments.batch_size, processes=2, device="cpu"
     )[0]
-    print(table(found, "by samples"))
+    record("cost_shares", "two CPU ranks", table(found, "by samples"))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from torch.utils.data import TensorDataset
 import evener
 from benchmarks.contenders import Contender, Work, ours
 from benchmarks.drawn import rand, randint
-from benchmarks.interleaved import Timing, machine, table, take_turns
+from benchmarks.interleaved import Timing, table, take_turns
+from benchmarks.results import record
 from evener.distributed.environment import Environment
 from evener.distributed.session import Session
 from evener.strategies.base import Strategy
@@ -97,8 +98,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     arguments = parser.parse_args()
     results = evener.launch(measure, arguments.turns, arguments.steps, processes=CORES, device="cpu")[0]
-    print(machine())
-    print(table(results, PROCESSES))
+    record("data_parallel", "two cores", table(results, PROCESSES))
 
 
 if __name__ == "__main__":

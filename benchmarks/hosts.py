@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.interleaved import machine
+from benchmarks import results
 from benchmarks.namespaces import Hosts, NoNamespacesError, Program
 from evener.collectives.registry import make, tree_segment_nbytes
 from evener.collectives.schedules.algorithms import ALGORITHMS
@@ -148,8 +148,8 @@ def links(network: Network) -> str:
     return ", ".join(parts)
 
 
-def measure(layout: Layout, mbit_per_second: float, sizes: str) -> str:
-    """Markdown for one layout. Makes the hosts, runs the ranks on them, and removes all."""
+def measure(layout: Layout, mbit_per_second: float, sizes: str) -> None:
+    """Shows one layout. Makes the hosts, runs the ranks on them, and removes all."""
     order = sorted(
         (layout.rank(host, place), host, place)
         for host in range(layout.hosts)
@@ -165,26 +165,33 @@ def measure(layout: Layout, mbit_per_second: float, sizes: str) -> str:
         outputs = hosts.run(programs, 4 * TIMEOUT_SECONDS)
     found = json.loads(outputs[0].splitlines()[-1])
     cells = [Cell(**cell) for cell in found["cells"]]
-    wrong = sum(cell.wrong for cell in cells)
-    title = f"{layout.hosts} hosts x {layout.ranks} ranks, {layout.placement}, uplinks of {mbit_per_second:g} Mbit/s"
-    return f"**{title}** ({found['links']}; wrong elements: {wrong})\n\n{table(cells)}\n\n{found['auto']}\n"
+    if wrong := sum(cell.wrong for cell in cells):
+        raise SystemExit(f"{wrong} elements of the sums are wrong")
+    title = f"{layout.hosts} hosts of {layout.ranks} ranks, {layout.placement}"
+    beside = f"uplinks of {mbit_per_second:g} Mbit/s, measured {found['links']}"
+    results.record("hosts", title, table(cells), beside=beside)
+    print(f"\n{found['auto']}\n", flush=True)
 
 
-def table(cells: Sequence[Cell]) -> str:
-    """A row a size: measured ms, how many times as fast as the ring, and in brackets ms as simulated, or for ``auto``
-    as measured before; and the time of ``auto`` over that of the best."""
-    names = list(dict.fromkeys(cell.name for cell in cells))
-    lines = ["| size | " + " | ".join(names) + " | auto / best |", "|---" * (len(names) + 2) + "|"]
+def table(cells: Sequence[Cell]) -> results.Table:
+    """A row a size: measured ms, how many times as fast as the ring, and ms as simulated, or for ``auto`` as measured
+    before; and the time of ``auto`` over that of the best."""
+    names, rows = list(dict.fromkeys(cell.name for cell in cells)), []
     for nbytes in dict.fromkeys(cell.nbytes for cell in cells):
         row = {cell.name: cell for cell in cells if cell.nbytes == nbytes}
-        texts = [
-            f"{cell.seconds * 1e3:.1f} ms, {row[PEER].seconds / cell.seconds:.2f}x ({cell.simulated * 1e3:.1f} ms)"
+        times: list[results.Value] = [
+            results.cell(
+                1e3 * cell.seconds,
+                "ms",
+                ratio=row[PEER].seconds / cell.seconds,
+                predicted=1e3 * cell.simulated,
+            )
             for cell in row.values()
         ]
         best = min(cell.seconds for cell in row.values() if cell.name != "auto")
-        ratio = f"{row['auto'].seconds / best:.2f}" if "auto" in row else ""
-        lines.append(f"| {size_text(nbytes)} | " + " | ".join(texts) + f" | {ratio} |")
-    return "\n".join(lines)
+        ratio = results.cell(row["auto"].seconds / best) if "auto" in row else None
+        rows.append([size_text(nbytes), *times, ratio])
+    return results.Table(["size", *names, "auto / best"], rows, "times as fast as the flat ring")
 
 
 def main() -> None:
@@ -197,15 +204,14 @@ def main() -> None:
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.as_rank:
-        return run_rank(parse_sizes(arguments.sizes))
+        run_rank(parse_sizes(arguments.sizes))
+        return
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all is removed
-    print(machine(), "measured ms, times as fast as the ring, (simulated ms)", sep="; ", end="\n\n")
     try:
         for layout in [Layout.parse(text) for text in arguments.layouts.split(",")]:
-            print(measure(layout, arguments.mbit, arguments.sizes), flush=True)
+            measure(layout, arguments.mbit, arguments.sizes)
     except NoNamespacesError as error:
         print(f"skipped: {error}")
-    return None
 
 
 if __name__ == "__main__":

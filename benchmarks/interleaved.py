@@ -7,18 +7,16 @@ second of each other, say something about each other.
 from __future__ import annotations
 
 import math
-import os
-import platform
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import Contender, Work
+from benchmarks.results import Cell, Table, Value, cell, spread
 from evener.distributed.session import Session
 
 
@@ -68,20 +66,29 @@ def _slowest(seconds: float) -> float:
     return value.item()
 
 
-def table(results: Mapping[str, Mapping[str, Timing]], reference: str) -> str:
-    """Markdown: a row a workload, milliseconds a step and the ratio to the reference, paired turn by turn."""
+def table(results: Mapping[str, Mapping[str, Timing]], reference: str) -> Table:
+    """A row a workload: the time of a step and the ratio to the reference, paired turn by turn."""
     names = list(next(iter(results.values())))
-    lines = ["| workload | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for workload, timings in results.items():
-        base = timings[reference]
-        cells = [f"{t.median * 1e3:.2f} ms ({ratio(t, base):.2f}x)" for t in timings.values()]
-        lines.append(f"| {workload} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    rows: list[list[Value]] = [
+        [name, *(timed(timing, timings[reference]) for timing in timings.values())]
+        for name, timings in results.items()
+    ]
+    return Table(["workload", *names], rows, f"time over that of {reference}")
+
+
+def timed(timing: Timing, reference: Timing) -> Cell:
+    """The median of the turns in ms, and of their ratios."""
+    around = None if timing is reference else spread(_ratios(timing, reference))
+    return cell(1e3 * timing.median, "ms", ratio=ratio(timing, reference), spread=around)
 
 
 def ratio(timing: Timing, reference: Timing) -> float:
     """Median of the ratios of turns that were next to each other; below 1 is faster than the reference."""
-    return statistics.median(a / b for a, b in zip(timing.turns, reference.turns, strict=True))
+    return statistics.median(_ratios(timing, reference))
+
+
+def _ratios(timing: Timing, reference: Timing) -> list[float]:
+    return [a / b for a, b in zip(timing.turns, reference.turns, strict=True)]
 
 
 def paired(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
@@ -92,10 +99,3 @@ def paired(first: Sequence[float], second: Sequence[float]) -> tuple[float, floa
     z, free = statistics.NormalDist().inv_cdf(0.975), len(apart) - 1
     quantile = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
     return statistics.mean(apart), quantile * statistics.stdev(apart) / len(apart) ** 0.5
-
-
-def machine() -> str:
-    """What the figures depend on."""
-    cores = len(os.sched_getaffinity(0))
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    return f"{date.today()}, {cores} cores, {platform.machine()}, {versions}"

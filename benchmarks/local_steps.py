@@ -13,6 +13,7 @@ import argparse
 import random
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from torch.utils.data import TensorDataset
 import evener
 from benchmarks.communication_bound import mlp
 from benchmarks.drawn import rand, randint
-from benchmarks.interleaved import machine
+from benchmarks.interleaved import paired
+from benchmarks.results import Table, Value, cell, record, spread
+from evener.components.fragments import cut_into_fragments
 from evener.core.config.run_config import RunConfig
 from evener.distributed.session import Session
 from evener.strategies import DiLoCo, LocalSgd
-from evener.strategies.local_steps.strategies import cut_into_fragments
 from evener.training.builtin_tasks import digits
 from evener.training.engine import Engine
 
@@ -92,7 +94,9 @@ def sent_nbytes() -> dict[str, tuple[float, float]]:
 def _greatest(engine: Engine) -> float:
     """Bytes that the largest merge hands to the all-reduce; with ddp those of a step."""
     rounds = engine.learner.rounds
-    parts = cut_into_fragments(list(engine.model.parameters()), rounds.fragments if rounds else 1)
+    parts = cut_into_fragments(
+        list(engine.model.parameters()), rounds.fragments if rounds else 1, "num_fragments"
+    )
     return 4.0 * max(sum(p.numel() for p in each) for each in parts)
 
 
@@ -169,8 +173,8 @@ def accuracy(strategy: Any, replicas: int, seed: int, optimizer: Any) -> float:
         return 100 * engine.evaluate()["accuracy"]
 
 
-def accuracies(seeds: int) -> None:
-    print("accuracy in %, and the paired difference to the synchronous mode with its 95 % interval")
+def accuracies(seeds: int) -> Iterator[list[Value]]:
+    """Accuracies, and the paired difference to the synchronous mode with its 95 % interval."""
     for replicas in (4, 16):
         for name, kind in (("local_sgd", LocalSgd), ("diloco", DiLoCo)):
             strategy = kind(sync_every=8, replicas=replicas)
@@ -178,13 +182,11 @@ def accuracies(seeds: int) -> None:
                 (accuracy("single", replicas, seed, adam), accuracy(strategy, replicas, seed, adam))
                 for seed in range(seeds)
             ]
-            apart = [local - together for together, local in pairs]
-            interval = 2.26 * statistics.stdev(apart) / len(apart) ** 0.5
-            means = [statistics.mean(column) for column in zip(*pairs, strict=True)]
-            words = f"synchronous {means[0]:.1f}, {name} {means[1]:.1f}"
-            print(
-                f"{replicas:3} replicas, sync_every=8: {words}, {statistics.mean(apart):+.2f} ± {interval:.2f}"
-            )
+            together, local = zip(*pairs, strict=True)
+            mean, half = paired(together, local)
+            apart = cell(mean, "points", spread=half if seeds > 1 else None)
+            means = [cell(statistics.mean(each), "%") for each in (together, local)]
+            yield [f"{replicas} replicas, `{name}`, `sync_every=8`", *means, apart]
 
 
 def main() -> None:
@@ -195,21 +197,30 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--only", choices=("bytes", "speed", "accuracy"))
     arguments = parser.parse_args()
-    print(machine())
     if arguments.only in (None, "bytes"):
         found = evener.launch(sent_nbytes, processes=2, device="cpu")[0]
         whole, largest = found["ddp"]
-        for name, (nbytes, most) in found.items():
-            part = f"1/{whole / nbytes:.0f}; largest message {most / largest:.2f}"
-            print(f"{name:24} {nbytes / 1e6:9.2f} MB in {BATCHES} batches, {part}")
+        rows = [
+            [name, cell(nbytes / 1e6, "MB"), f"1/{whole / nbytes:.0f}", cell(most / largest)]
+            for name, (nbytes, most) in found.items()
+        ]
+        columns = ["strategy", f"sent in {BATCHES} batches", "of ddp", "largest message, of ddp's"]
+        record("local_steps", "bytes", Table(columns, rows))
     if arguments.only in (None, "speed"):
+        rows = []
         for kind, by_name in evener.launch(speeds, arguments.turns, processes=2, device="cpu")[0].items():
             first = statistics.median(next(iter(by_name.values())))
             for name, values in by_name.items():
                 middle = statistics.median(values)
-                print(f"{kind:8} {name:20} {middle:8.0f} samples/s, {middle / first:.2f}x")
+                speed = cell(
+                    middle, "samples/s", ratio=middle / first, spread=spread([v / first for v in values])
+                )
+                rows.append([f"{kind}: {name}", speed])
+        record("local_steps", "speed", Table(["ranks, strategy", "speed"], rows, "speed over the first's"))
     if arguments.only in (None, "accuracy"):
-        accuracies(arguments.seeds)
+        columns = ["replicas", "synchronous", "local", "difference"]
+        table = Table(columns, accuracies(arguments.seeds))
+        record("local_steps", "accuracy on digits", table, beside=f"{arguments.seeds} seeds")
 
 
 if __name__ == "__main__":

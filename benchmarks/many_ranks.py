@@ -20,7 +20,7 @@ from unittest import mock
 
 import numpy as np
 
-from benchmarks.interleaved import machine
+from benchmarks.results import Table, Value, cell, record
 from evener.balance import BySpeed
 from evener.balance.by_speed_large import BySpeedOfMany
 from evener.distributed.control_channel import Pending
@@ -95,16 +95,18 @@ def main() -> None:
     parser.add_argument("--ranks", default="64,256,1024,4096")
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    print(machine())
-    print("| ranks | rows: mean, most | numbers a step | sums: mean, most | numbers a step |")
-    print("|---|---|---|---|---|")
-    for ranks in map(int, options.ranks.split(",")):
-        cells = []
+    columns = [f"{by}: {of}" for by in ("rows", "sums") for of in ("mean", "most", "numbers a step")]
+
+    def row(ranks: int) -> list[Value]:
+        cells: list[Value] = []
         for by_sums in (False, True):
             seconds, numbers = measured(ranks, options.steps, by_sums)
-            mean, most = statistics.fmean(seconds), max(seconds)
-            cells += [f"{1e3 * mean:,.2f} ms, {1e3 * most:,.1f} ms", f"{numbers // options.steps:,}"]
-        print(f"| {ranks} | {' | '.join(cells)} |", flush=True)
+            times = [cell(1e3 * each, "ms") for each in (statistics.fmean(seconds), max(seconds))]
+            cells += [*times, cell(numbers // options.steps)]
+        return [str(ranks), *cells]
+
+    rows = map(row, map(int, options.ranks.split(",")))
+    record("many_ranks", "one rank's own time in a step", Table(["ranks", *columns], rows))
 
 
 if __name__ == "__main__":

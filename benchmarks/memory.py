@@ -18,6 +18,7 @@ import json
 import re
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -28,8 +29,8 @@ from typing import Any
 import torch
 
 from benchmarks.memory_models import MODELS, OPTIMIZERS, STRATEGIES, task_of
+from benchmarks.results import Table, Value, cell, record
 from evener.core.config.run_config import RunConfig
-from evener.core.config.sizes import size_words
 from evener.core.task.task import Task
 from evener.distributed.launch.launch import launch
 from evener.distributed.session import Session
@@ -95,15 +96,16 @@ def counted(cases: list[Case]) -> dict[Case, tuple[int, ...]]:
     return found
 
 
-def table(rows: list[Compared]) -> str:
-    """A line for each model and optimizer, a column for each strategy: the peak that was counted, and the error."""
+def table(rows: list[Compared]) -> Table:
+    """A line for each model and optimizer, a column for each strategy: the peak that was counted, and the estimate's
+    over it, of the rank where that differs most."""
     names = list(dict.fromkeys(row.case[2] for row in rows))
-    cells = {row.case: f"{size_words(max(row.counted))} ({row.error:+.1%})" for row in rows}
-    lines = [f"| model | optimizer | {' | '.join(names)} |", "|---" * (2 + len(names)) + "|"]
-    for model, optimizer in dict.fromkeys(row.case[:2] for row in rows):
-        found = (cells.get((model, optimizer, name), "-") for name in names)
-        lines.append(f"| {model} | {optimizer} | {' | '.join(found)} |")
-    return "\n".join(lines)
+    cells = {row.case: cell(max(row.counted) / 2**20, "MiB", ratio=1 + row.error) for row in rows}
+    made = [
+        [f"{model}, {optimizer}", *(cells.get((model, optimizer, name)) for name in names)]
+        for model, optimizer in dict.fromkeys(row.case[:2] for row in rows)
+    ]
+    return Table(["model, optimizer", *names], made, "the estimate over it")
 
 
 def words(rows: list[Compared]) -> str:
@@ -139,17 +141,14 @@ def _resident(line: str) -> int:
     return 1024 * int(found[1])
 
 
-def resident_table(models: list[str]) -> str:
+def resident(models: list[str]) -> Iterator[list[Value]]:
     """Estimates for one device beside what the system gave the process."""
-    lines = ["| 16 times the batch, AdamW | estimated | resident | more |", "|---|---|---|---|"]
     for model in models:
         config = RunConfig(device="cpu", strategy="single", processes=1)
         estimate = estimate_memory(_large(model), config).peak
         with get_context("spawn").Pool(1) as processes:
             found = processes.apply(grown, (model,))
-        words = f"{size_words(estimate)} | {size_words(found)} | {found / estimate - 1:+.0%}"
-        lines.append(f"| {model} | {words} |")
-    return "\n".join(lines)
+        yield [model, cell(estimate / 2**20, "MiB"), cell(found / 2**20, "MiB", ratio=found / estimate)]
 
 
 def compare(cases: list[Case]) -> tuple[list[Compared], dict[Case, str]]:
@@ -170,10 +169,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     given: Any = parser.parse_args(arguments)
     if given.resident:
-        print(resident_table(given.models))
+        columns = ["model", "estimated", "resident"]
+        grown_by = Table(columns, resident(given.models), "resident over estimated")
+        record("memory", "beside the resident set, 16 times the batch, AdamW", grown_by)
         return
     rows, refused = compare(list(product(given.models, given.optimizers, given.strategies)))
-    print(table(rows))
+    record("memory", "beside the same accounting", table(rows))
+    errors = [100 * row.error for row in rows]
+    most = [cell(each, "%") for each in (statistics.median(map(abs, errors)), max(errors), min(errors))]
+    columns = ["combinations", "median error", "most above", "most below"]
+    record("memory", "errors of the estimates", Table(columns, [[str(len(rows)), *most]]))
     for case, reason in refused.items():
         print(f"without {', '.join(case)}: {reason}", file=sys.stderr)
     print(words(rows))

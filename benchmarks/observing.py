@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.drawn import rand
-from benchmarks.interleaved import machine
+from benchmarks.results import Table, cell, record
 from evener.distributed.ddp_profiler.profiler import DdpProfiler
 from evener.distributed.ddp_profiler.rank_file import RankFileWriter
 
@@ -64,13 +64,13 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    print(machine())
-    print("| parameters | a step | the profiler adds |\n|---|---|---|")
+    rows = []
     with tempfile.TemporaryDirectory() as directory:
         for layers in (3, 12, 48):
-            plain, added = measure(layers, arguments.turns, arguments.steps, Path(directory))
-            print(f"| {2 * layers} | {plain * 1e3:.2f} ms | {added * 1e3:.3f} ms |", flush=True)
+            found = measure(layers, arguments.turns, arguments.steps, Path(directory))
+            rows.append([str(2 * layers), *(cell(1e3 * each, "ms") for each in found)])
     dist.destroy_process_group()
+    record("observing", "one CPU rank", Table(["parameters", "a step", "the profiler adds"], rows))
 
 
 if __name__ == "__main__":

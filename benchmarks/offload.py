@@ -11,7 +11,6 @@ writes to the disk when memory is short. Here it is not: times are those of copi
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from typing import Any
 import torch
 
 from benchmarks.engines import Contender, in_turns
-from benchmarks.interleaved import Timing, machine, ratio
+from benchmarks.interleaved import Timing, timed
 from benchmarks.recompute import gpt, resnet
-from evener.core.config.sizes import size_words
+from benchmarks.results import Table, Value, cell, record
 from evener.core.task.task import Task
 
 MODELS = {"GPT": gpt, "ResNet": lambda: resnet(32, 8)}
@@ -59,15 +58,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=1, metavar="N")
     given: Any = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    print(machine())
-    print("| model | offload | peak | in files | a step | times |", "|---" * 6 + "|", sep="\n")
     for name in given.models:
         found = compared(MODELS[name](), given.to, given.turns, given.steps)
-        base = found["kept"][0]
+        rows: list[list[Value]] = []
         for way, (times, peak, outside) in found.items():
-            milliseconds = statistics.median(times.turns) * 1e3
-            sizes = f"{size_words(peak)} | {size_words(outside) if outside else '-'}"
-            print(f"| {name} | {way} | {sizes} | {milliseconds:.0f} ms | {ratio(times, base):.2f}x |")
+            sizes = [cell(each / 2**20, "MiB") if each else None for each in (peak, outside)]
+            rows.append([way, *sizes, timed(times, found["kept"][0])])
+        columns = ["in files", "peak", "bytes in files", "a step"]
+        record("offload", name, Table(columns, rows, "time over that of all in memory"))
 
 
 if __name__ == "__main__":

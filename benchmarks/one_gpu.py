@@ -10,9 +10,8 @@ python -m benchmarks.one_gpu [--turns 10] [--steps 20]
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -21,8 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.contenders import Work
 from benchmarks.drawn import rand, randint
-from benchmarks.interleaved import machine
+from benchmarks.interleaved import Timing, table
 from benchmarks.memory_models import Attention, Block
+from benchmarks.results import record
 from evener.core.task.task import Task
 from evener.distributed.session import Session
 from evener.training.engine import Engine
@@ -110,30 +110,26 @@ def take(source: Iterator[None], steps: int) -> float:
     return (time.perf_counter() - began) / steps
 
 
-def row(work: Work, session: Session, turns: int, steps: int) -> str:
-    """Medians in milliseconds, and of the ratios of turns that were next to each other."""
+def measure(work: Work, session: Session, turns: int, steps: int) -> dict[str, Timing]:
+    """Both, in turns."""
     sources = [plain(work), ours(work, session)]
     for source in sources:
         take(source, steps)
     times = [[take(source, steps) for source in sources] for _ in range(turns)]
     for source in sources:
         source.close()  # type: ignore[attr-defined]
-    theirs, own = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
-    ratio = statistics.median(own / theirs for theirs, own in times)
-    return f"| {work.name} | {theirs:.2f} ms | {own:.2f} ms | {ratio:.2f} |"
+    theirs, own = (Timing(list(column)) for column in zip(*times, strict=True))
+    return {"plain loop": theirs, "Evener": own}
 
 
-def main(tell: Callable[[str], None] = print) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
-    tell(f"{machine()}, {torch.cuda.get_device_name(GPU)}")
-    tell("| workload | plain loop | Evener | ratio |")
-    tell("|---|---|---|---|")
     with Session(device="cuda") as session:
-        for work in works():
-            tell(row(work, session, arguments.turns, arguments.steps))
+        found = {work.name: measure(work, session, arguments.turns, arguments.steps) for work in works()}
+    record("one_gpu", "one GPU", table(found, "plain loop"), beside=torch.cuda.get_device_name(GPU))
 
 
 if __name__ == "__main__":

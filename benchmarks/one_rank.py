@@ -11,9 +11,8 @@ python -m benchmarks.one_rank [--turns 30] [--steps 50]
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -22,14 +21,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.contenders import Work
 from benchmarks.drawn import rand, randint
-from benchmarks.interleaved import machine
+from benchmarks.interleaved import Timing, table
+from benchmarks.results import record
 from evener.core.task.task import Task
 from evener.distributed.session import Session
 from evener.training.engine import Engine
 
 fused_adamw = partial(torch.optim.AdamW, fused=True)
-Times = list[tuple[float, float]]
-"""Wall time and the thread's, of a step in seconds, turn by turn."""
 
 
 def mlp(width: int, inputs: int = 64) -> nn.Module:
@@ -82,8 +80,8 @@ def ours(work: Work, session: Session) -> Iterator[None]:
             yield
 
 
-def measure(work: Work, session: Session, turns: int, steps: int) -> dict[str, Times]:
-    """Of all, in turns."""
+def measure(work: Work, session: Session, turns: int, steps: int) -> list[dict[str, Timing]]:
+    """Of all, in turns: wall time, and the thread's."""
     running: dict[str, Iterator[None]] = {
         "plain": plain(work),
         "without a loader": lean(work),
@@ -91,13 +89,16 @@ def measure(work: Work, session: Session, turns: int, steps: int) -> dict[str, T
     }
     for source in running.values():
         _take(source, steps)
-    found: dict[str, Times] = {name: [] for name in running}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in running}
     for _ in range(turns):
         for name, source in running.items():
             found[name].append(_take(source, steps))
     for source in running.values():
         source.close()  # type: ignore[attr-defined]
-    return found
+    return [
+        {name: Timing([turn[kind] for turn in turns_of]) for name, turns_of in found.items()}
+        for kind in (0, 1)
+    ]
 
 
 def _take(source: Iterator[None], steps: int) -> tuple[float, float]:
@@ -107,35 +108,16 @@ def _take(source: Iterator[None], steps: int) -> tuple[float, float]:
     return (time.perf_counter() - began) / steps, (time.thread_time() - own) / steps
 
 
-def row(name: str, found: dict[str, Times]) -> str:
-    """Medians in microseconds, and of the ratios of turns that were next to each other."""
-    cells = []
-    for kind in (0, 1):
-        base = [turn[kind] for turn in found["plain"]]
-        for times in found.values():
-            own = [turn[kind] for turn in times]
-            ratio = statistics.median(b / a for a, b in zip(base, own, strict=True))
-            cells.append(f"{_micro(own)} ({ratio:.2f}x)")
-    return f"| {name} | {' | '.join(cells)} |"
-
-
-def _micro(seconds: list[float]) -> str:
-    return f"{1e6 * statistics.median(seconds):.0f} us"
-
-
-def main(tell: Callable[[str], None] = print) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--steps", type=int, default=50)
     arguments = parser.parse_args()
-    tell(machine())
-    names = ("plain", "without a loader", "Evener")
-    tell(f"| workload | {' | '.join(f'{name}, {of}' for of in ('wall', 'its thread') for name in names)} |")
-    tell("|---|---|---|---|---|---|---|")
     with Session(device="cpu") as session:
         torch.set_num_threads(1)  # on cores that others use too, threads would wait for each other
-        for work in works():
-            tell(row(work.name, measure(work, session, arguments.turns, arguments.steps)))
+        found = {work.name: measure(work, session, arguments.turns, arguments.steps) for work in works()}
+    for kind, title in enumerate(("wall time", "the processor's time of the thread that trains")):
+        record("one_rank", title, table({name: each[kind] for name, each in found.items()}, "plain"))
 
 
 if __name__ == "__main__":

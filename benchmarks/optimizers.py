@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from benchmarks.engines import Contender, in_turns
-from benchmarks.interleaved import machine, ratio
+from benchmarks.interleaved import timed
 from benchmarks.recompute import gpt
-from evener.core.config.sizes import size_words
+from benchmarks.results import Table, cell, record
 
 WAYS: dict[str, dict[str, Any]] = {
     "usual": {},
@@ -38,13 +38,17 @@ def main(arguments: list[str] | None = None) -> None:
     peaks = {name: each.peak() for name, each in running.items()}
     for each in running.values():
         each.close()
-    print(machine(), "| | peak | of the usual | time of a step |", "|---" * 4 + "|", sep="\n")
-    for name, taken in times.items():
-        share = peaks[name] / peaks["usual"]
-        print(
-            f"| {name} | {size_words(peaks[name])} | {share:.3f} | {taken.median * 1e3:.0f} ms "
-            f"({ratio(taken, times['usual']):.2f}x) |"
-        )
+    rows = [
+        [
+            name,
+            cell(peaks[name] / 2**20, "MiB"),
+            cell(peaks[name] / peaks["usual"]),
+            timed(taken, times["usual"]),
+        ]
+        for name, taken in times.items()
+    ]
+    columns = ["optimizer", "peak", "of the usual", "a step"]
+    record("optimizers", "one rank", Table(columns, rows, "time over that of the usual update"))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 import evener
 from benchmarks.contenders import PEERS, Work, ours, prepared
 from benchmarks.drawn import rand, randint
-from benchmarks.interleaved import Timing, machine, table, take_turns
+from benchmarks.interleaved import Timing, table, take_turns
+from benchmarks.results import record
 from evener.distributed.session import Session
 from evener.training.builtin_tasks import digits
 
@@ -42,8 +43,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
     results = evener.launch(measure, arguments.turns, arguments.steps, processes=2, device="cpu")[0]
-    print(machine())
-    print(table(results, "plain DDP"))
+    record("overhead", "two CPU ranks", table(results, "plain DDP"))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 import evener
 from benchmarks.drawn import randn
-from benchmarks.interleaved import machine
+from benchmarks.results import Table, cell, record
 from evener.distributed.session import Session
 from evener.strategies.pipeline.pipeline import Pipeline, draw
 from evener.strategies.pipeline.schedule import bubble, length
@@ -95,14 +95,10 @@ def measure(throttle: str | None, schedule: str, turns: int, number: int) -> lis
             engine = stack.enter_context(made)
             running[name] = engine, steps(engine)
             list(itertools.islice(running[name][1], 3))
-        return [
-            _turns(name, *one, turns, number, micros) | {"micros": micros} for name, one in running.items()
-        ]
+        return [_turns(name, *one, turns, number) for name, one in running.items()]
 
 
-def _turns(
-    name: str, engine: Engine, source: Iterator[None], turns: int, number: int, micros: int
-) -> dict[str, Any]:
+def _turns(name: str, engine: Engine, source: Iterator[None], turns: int, number: int) -> dict[str, Any]:
     seconds, ratios, bubbles = [], [], []
     for _ in range(turns):
         began = time.perf_counter()
@@ -124,18 +120,14 @@ def _turns(
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
-    print(f"\n{title}\n")
-    print(
-        "| cut | begins at | ms a step | of the computed one's speed | measured / predicted | bubbles of both |"
-    )
-    print("|---|---|---|---|---|---|")
+    made = []
     for row in rows:
-        relative = rows[0]["seconds"] / row["seconds"]
-        predicted, measured = row["bubbles"]
-        print(
-            f"| {row['name']} | {row['cut']} | {1e3 * row['seconds']:.1f} | {relative:.2f} | {row['ratio']:.2f} | "
-            f"{predicted:.0%}, {measured:.0%} |"
-        )
+        step = cell(1e3 * row["seconds"], "ms", ratio=row["seconds"] / rows[0]["seconds"])
+        predicted, measured = (100 * each for each in row["bubbles"])
+        bubbles = cell(measured, "%", predicted=predicted)
+        made.append([row["name"], str(row["cut"]), step, cell(row["ratio"]), bubbles])
+    columns = ["cut", "begins at", "a step", "measured over predicted", "bubbles"]
+    record("pipeline", title, Table(columns, made, "time over that of the computed cut"))
 
 
 def main() -> None:
@@ -147,12 +139,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
-    print(machine())
     for stages in arguments.stages:
         if stages > (os.cpu_count() or 1):
             print(f"\n{stages} stages on {os.cpu_count()} cores: ranks share them, and times say little")
         slow = ",".join(["0.34", *["1"] * (stages - 1)])
-        for throttle, title in ((None, "equal ranks"), (slow, f"ranks at {slow} of their speed")):
+        for throttle, title in ((None, "equal ranks"), (slow, "one rank at 0.34 of its speed")):
             rows = evener.launch(
                 measure,
                 throttle,
@@ -162,7 +153,7 @@ def main() -> None:
                 processes=stages,
                 device="cpu",
             )[0]
-            show(f"{stages} stages, {title}, {rows[0]['micros']} micro-batches", rows)
+            show(f"{stages} stages, {title}", rows)
 
 
 if __name__ == "__main__":

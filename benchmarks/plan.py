@@ -35,8 +35,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.interleaved import machine
 from benchmarks.memory_models import task_of
+from benchmarks.results import Cell, Table, Value, cell, record
 from evener.core.config.run_config import RunConfig
 from evener.distributed.launch.launch import launch
 from evener.distributed.session import Session
@@ -58,6 +58,7 @@ KINDS = "seen", "batch", "throttle", "micro"
 STEPS, SECONDS = 20, (0.5, 2.0)
 """Each repeat takes so many steps, but for at least and at most so long."""
 WARM_STEPS, LEARNING_STEPS = 5, 50
+HELD = "intervals hold", "repeats"
 TIMEOUT_SECONDS = 60.0
 
 
@@ -221,38 +222,50 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """Errors by kind, and the regret of the plans' first ways."""
+def show_summary(rows: Sequence[Row]) -> None:
+    """Errors by kind and by task, and the regret of the plans' first ways."""
     tasks = list(dict.fromkeys(row.task for row in rows))
     seen = {task: [row for row in rows if row.task == task and row.kind == "seen"] for task in tasks}
     drifts = {task: statistics.median(row.error for row in seen[task]) for task in tasks}
     groups = {kind: [row for row in rows if row.kind == kind] for kind in KINDS}
     groups["all unseen"] = [row for row in rows if row.kind != "seen"]
-    lines = [
-        "| what | cases | median error | mean | p95 | without drift | mean | p95 | intervals hold | repeats |",
-        "|---" * 10 + "|",
-    ]
+    made = list[list[Value]]()
     for name, group in groups.items():
-        errors = [abs(row.error) for row in group]
         steady = [abs((1 + row.error) / (1 + drifts[row.task]) - 1) for row in group]
-        cells = [name, str(len(group)), *_three(errors), *_three(steady)]
-        cells += [f"{statistics.mean(row.is_held for row in group):.0%}"]
-        cells += [f"{statistics.median(row.repeat_spread for row in group):.1%}"]
-        lines.append(f"| {' | '.join(cells)} |")
+        held, repeats = _held_and_repeats(group)
+        made.append([name, cell(len(group)), *_three(_errors(group)), *_three(steady), held, repeats])
+    columns = ["what", "cases", "median error", "mean", "p95", "without drift: median", "mean", "p95"]
+    record("plan", "errors by kind", Table([*columns, *HELD], made))
+    made = list[list[Value]]()
     regrets = {}
     for task in tasks:
+        group = [row for row in rows if row.task == task and row.kind != "seen"]
         first = min(seen[task], key=lambda row: row.predicted)
         regrets[task] = first.seconds / min(row.seconds for row in seen[task]) - 1
+        others = [*_held_and_repeats(group), _percent(drifts[task]), _percent(regrets[task])]
+        made.append([f"{task} ({len(group)})", *_three(_errors(group)), *others])
     found = list(regrets.values())
-    regret = ", ".join(f"{task} {each:.1%}" for task, each in regrets.items())
-    drift = ", ".join(f"{task} {each:+.1%}" for task, each in drifts.items())
-    lines.append(f"\nDrift, the median error of the seen ways: {drift}")
-    lines.append(f"Regret: mean {statistics.mean(found):.1%}, p95 {_p95(found):.1%} ({regret})")
-    return "\n".join(lines)
+    for name, regret in (("mean of the tasks", statistics.mean(found)), ("p95 of the tasks", _p95(found))):
+        made.append([name, *[None] * 6, _percent(regret)])
+    columns = ["unseen cases of", "median error", "mean", "p95", *HELD, "drift", "regret"]
+    record("plan", "errors by task", Table(columns, made))
 
 
-def _three(errors: Sequence[float]) -> list[str]:
-    return [f"{each:.1%}" for each in (statistics.median(errors), statistics.mean(errors), _p95(errors))]
+def _held_and_repeats(group: Sequence[Row]) -> list[Cell]:
+    held = statistics.mean(row.is_held for row in group)
+    return [_percent(held), _percent(statistics.median(row.repeat_spread for row in group))]
+
+
+def _errors(group: Sequence[Row]) -> list[float]:
+    return [abs(row.error) for row in group]
+
+
+def _percent(part: float) -> Cell:
+    return cell(100 * part, "%")
+
+
+def _three(errors: Sequence[float]) -> list[Cell]:
+    return [_percent(each) for each in (statistics.median(errors), statistics.mean(errors), _p95(errors))]
 
 
 def _p95(values: Sequence[float]) -> float:
@@ -275,10 +288,8 @@ def memory_on_rank(task: Any, config: RunConfig) -> tuple[tuple[int, ...], int]:
     return tuple(map(max, zip(*peaks, strict=True))), retries
 
 
-def memory_table(names: Sequence[str]) -> str:
+def memory_rows(names: Sequence[str]) -> Iterator[list[Value]]:
     """For each case the bytes of the rank that needs the most, and what it took."""
-    lines = ["| task | way | batch | predicted | took | error | ran out |", "|---" * 7 + "|"]
-    errors, short = [], 0
     for name in names:
         task, size = task_named(name), TASKS[name]
         ways = [Candidate(1, "single"), Candidate(2, "ddp"), Candidate(2, "sharded", ("zero=2",))]
@@ -288,21 +299,15 @@ def memory_table(names: Sequence[str]) -> str:
             said = [rank.needed for rank in estimate.ranks]
             limits = ",".join(str(math.ceil(needed / (1 - HEADROOM))) for needed in said)
             alone = max(rank.needed - rank.shared for rank in estimate.ranks)
-            settings, why, took = case.config().replace(memory_limit=limits), "no", 0
+            settings, took = case.config().replace(memory_limit=limits), None
             try:
                 ranks = launch(memory_on_rank, task, settings, processes=case.candidate.ranks, device="cpu")
             except (EvenerError, torch.OutOfMemoryError) as error:
                 why = str(error)
             else:
-                took, why = max(ranks[0][0]), f"{ranks[0][1]} times" if ranks[0][1] else "no"
-                errors.append(alone / took - 1)
-            short += why != "no"
-            error_text = f"{alone / took - 1:+.1%}" if took else "-"
-            cells = [name, f"`{case.words}`", str(case.batch_size), f"{alone / 2**20:.1f} MiB"]
-            lines.append(f"| {' | '.join([*cells, f'{took / 2**20:.1f} MiB', error_text, why])} |")
-    mean = f"{statistics.mean(map(abs, errors)):.1%}" if errors else "-"
-    lines.append(f"\n{short} of {len(lines) - 2} ran out; mean error of the peak {mean}")
-    return "\n".join(lines)
+                peak, why = max(ranks[0][0]), f"{ranks[0][1]} times" if ranks[0][1] else "no"
+                took = cell(peak / 2**20, "MiB", predicted=alone / 2**20)
+            yield [f"{name}, `{case.words}`", str(case.batch_size), took, why]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -315,7 +320,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--summary", type=Path, nargs="+", metavar="FILE", help="join files of --json")
     given: Any = parser.parse_args(arguments)
-    print(machine(), flush=True)
     rows = list[Row]()
     if given.summary:
         found = [json.loads(path.read_text()) for path in given.summary]
@@ -326,9 +330,11 @@ def main(arguments: list[str] | None = None) -> None:
             if given.json:
                 given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     if rows:
-        print(table(rows), summary(rows), sep="\n\n", flush=True)
+        print(table(rows), flush=True)
+        show_summary(rows)
     if "memory" in given.only and not given.summary:
-        print(memory_table(given.tasks), flush=True)
+        columns = ["task, way", "batch", "took [predicted]", "ran out"]
+        record("plan", "memory", Table(columns, memory_rows(given.tasks)))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ The model is that of a large language model on hosts of eight GPUs. Memory is th
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import resource
 import time
 
-from benchmarks.interleaved import machine
+from benchmarks.results import Table, Value, cell, record
 from evener.tools.plan.at_scale import ScaleModel, steps_at_scale
 
 DAY = 86_400.0
@@ -40,29 +41,25 @@ def main() -> None:
     parser.add_argument("--ranks", default="1000,10000,100000,300000")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
-    print(machine())
-    print(
-        "| ranks | all-reduce | CPU seconds | us / (n log2 n) | MB | step p50 | waiting | communication | goodput |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
-    for ranks in map(int, options.ranks.split(",")):
-        for algorithm in ALGORITHMS:
-            began = time.process_time()
-            cost = steps_at_scale(MODEL, ranks, algorithm, options.steps)
-            seconds = time.process_time() - began
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-            cells = [
-                f"{ranks:,}",
-                algorithm,
-                f"{seconds:.2f}",
-                f"{1e6 * seconds / (ranks * math.log2(ranks)):.1f}",
-                f"{peak:.0f}",
-                f"{cost.step_seconds[1]:.2f} s",
-                f"{cost.waiting_share:.1%}",
-                f"{cost.communication_share:.1%}",
-                f"{cost.goodput:.1%}",
-            ]
-            print(f"| {' | '.join(cells)} |", flush=True)
+    columns = ["ranks, all-reduce", "CPU", "over n log2 n", "memory"]
+    columns += ["simulated: step p50", "waiting", "communication", "goodput"]
+    found = itertools.product(map(int, options.ranks.split(",")), ALGORITHMS)
+    record("plan_at_scale", "one process", Table(columns, (row(*each, options.steps) for each in found)))
+
+
+def row(ranks: int, algorithm: str, steps: int) -> list[Value]:
+    began = time.process_time()
+    cost = steps_at_scale(MODEL, ranks, algorithm, steps)
+    seconds = time.process_time() - began
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    parts = cost.waiting_share, cost.communication_share, cost.goodput
+    own = [cell(seconds, "s"), cell(1e6 * seconds / (ranks * math.log2(ranks)), "us"), cell(peak, "MB")]
+    return [
+        f"{ranks:,}, {algorithm}",
+        *own,
+        cell(cost.step_seconds[1], "s"),
+        *(cell(100 * part, "%") for part in parts),
+    ]
 
 
 if __name__ == "__main__":

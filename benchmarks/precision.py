@@ -16,7 +16,8 @@ from torch.utils.data import TensorDataset
 import evener
 from benchmarks.contenders import PEERS, Work, ours
 from benchmarks.drawn import rand, randint
-from benchmarks.interleaved import Timing, machine, table, take_turns
+from benchmarks.interleaved import Timing, table, take_turns
+from benchmarks.results import record
 from benchmarks.towers import tower
 from evener.distributed.session import Session
 
@@ -62,8 +63,7 @@ def main() -> None:
         device="cpu",
         timeout_seconds=600.0,
     )[0]
-    print(machine())
-    print(table(results, "plain DDP"))
+    record("precision", "two CPU ranks", table(results, "plain DDP"))
 
 
 if __name__ == "__main__":

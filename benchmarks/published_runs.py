@@ -14,14 +14,14 @@ The efficiency of the cards is fitted to one row. All other rows are predicted w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 
 import evener
-from benchmarks.interleaved import machine
 from benchmarks.llama import SIZES, Llama, llama_task
+from benchmarks.results import Cell, Table, Value, cell, record
 from evener.core.config.run_config import RunConfig
 from evener.tools.plan.analytic import costs_of_work
 from evener.tools.plan.candidates import Candidate
@@ -117,10 +117,12 @@ def with_fewer_sums(work: StepWork, layers: int) -> StepWork:
     return replace(work, ranks=(replace(own, messages=kept, moved=own.moved - copies),))
 
 
-def tensor_parallel(efficiency: float) -> None:
-    """Prints the degrees of tensor parallelism, with the messages of Evener and with those of the published runs."""
-    print("\n| tensor, degree | published | with their sums | error | as Evener sums | error |")
-    print("|---|---|---|---|---|---|")
+def predicted(rate: float, published: float) -> Cell:
+    return cell(rate, "words/s", ratio=rate / published)
+
+
+def tensor_parallel(efficiency: float) -> Iterator[list[Value]]:
+    """The degrees of tensor parallelism, with the messages of Evener and with those of the published runs."""
     size = "3B of alike heads"
     task = llama_task(size, 4096, evener.nn.VocabularyParallelCrossEntropy())
     memory = parse_bandwidth(find_entry("cards", "H100 SXM")[1]["memory_bandwidth"])
@@ -130,12 +132,10 @@ def tensor_parallel(efficiency: float) -> None:
             work = work_of(task, candidate, RunConfig(precision="bf16-true"), batch, "cuda")
         kinds = with_fewer_sums(work, SIZES[size].layers), work
         rates = [words_a_second(each, batch, 4096, efficiency, memory) for each in kinds]
-        cells = " | ".join(f"{rate:,.0f} | {rate / published - 1:+.0%}" for rate in rates)
-        print(f"| {degree} | {published:,} | {cells} |", flush=True)
+        yield [str(degree), cell(published, "words/s"), *(predicted(rate, published) for rate in rates)]
 
 
 def main() -> None:
-    print(machine())
     for name, billions in BILLIONS.items():
         with torch.device("meta"):
             found = sum(each.numel() for each in Llama(SIZES[name]).parameters())
@@ -144,18 +144,26 @@ def main() -> None:
     first = of_published_kind(*works[8])
     efficiency = fitted(lambda part: words_a_second(first, EACH * 8, LENGTH, part), FSDP[0][2])
     print(f"efficiency, fitted to the first row: {efficiency:.3f}\n")
-    print("| 8B, FSDP | published | predicted | error | GiB | GiB, all and no blocks computed again |")
-    print("|---|---|---|---|---|---|")
+    rows: list[list[Value]] = []
     for name, ranks, per_second, gib in FSDP:
         plain, again = works[ranks]
         rate = words_a_second(of_published_kind(plain, again), EACH * ranks, LENGTH, efficiency)
-        low, high = (each.ranks[0].needed / GIB for each in (again, plain))
-        error = f"{rate / per_second - 1:+.1%}"
-        print(
-            f"| {name} | {per_second:,} | {rate:,.0f} | {error} | {gib} | {low:.1f} to {high:.1f} |",
-            flush=True,
-        )
-    tensor_parallel(efficiency)
+        memory = [cell(each.ranks[0].needed / GIB, "GiB") for each in (again, plain)]
+        published = cell(per_second, "words/s"), predicted(rate, per_second), cell(gib, "GiB")
+        rows.append([name, *published, *memory])
+    columns = [
+        "8B, FSDP",
+        "published",
+        "predicted",
+        "memory, published",
+        "all blocks again",
+        "no block again",
+    ]
+    ratio = "predicted over published"
+    record("published_runs", "torchtitan, Llama 3 8B, each GPU", Table(columns, rows, ratio))
+    columns = ["tensor, degree", "published", "predicted with their sums", "as Evener sums"]
+    table = Table(columns, tensor_parallel(efficiency), ratio)
+    record("published_runs", "the Ultra-Scale Playbook, each GPU", table)
     for name, why in NOT_PREDICTED.items():
         print(f"not predicted: {name}: {why}")
 

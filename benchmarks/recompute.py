@@ -10,7 +10,6 @@ than 1.35 of the time with all blocks kept, and less than with all computed agai
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,9 +19,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from benchmarks.engines import Contender, in_turns
-from benchmarks.interleaved import Timing, machine, ratio
+from benchmarks.interleaved import Timing, timed
 from benchmarks.memory_models import WORDS, Attention, Block, Words
-from evener.core.config.sizes import size_words
+from benchmarks.results import Table, Value, cell, record
 from evener.core.task.task import Task
 
 BLOCKS, KINDS = 12, 10
@@ -79,18 +78,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=1, metavar="N")
     given: Any = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    print(machine())
-    print("| model | all kept | " + given.budget + " | all again | peak / kept |", "|---" * 5 + "|", sep="\n")
     for name in given.models:
         times, peaks, said = compared(MODELS[name](), given.budget, given.turns, given.steps)
-        base = times["all kept"]
-        cells = [
-            f"{size_words(peaks[way])}, {statistics.median(t.turns) * 1e3:.0f} ms ({ratio(t, base):.2f}x)"
-            for way, t in times.items()
-        ]
-        print(
-            f"| {name} | {' | '.join(cells)} | {peaks[given.budget] / peaks['all kept']:.3f} |\n{name}: {said}"
-        )
+        rows: list[list[Value]] = []
+        for way, taken in times.items():
+            share = cell(peaks[way] / peaks["all kept"])
+            rows.append([way, cell(peaks[way] / 2**20, "MiB"), share, timed(taken, times["all kept"])])
+        columns = ["blocks", "peak", "of all kept", "a step"]
+        record("recompute", f"{name}, {BLOCKS} blocks", Table(columns, rows, "time over that of all kept"))
+        print(said, flush=True)
 
 
 if __name__ == "__main__":

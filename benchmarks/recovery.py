@@ -50,7 +50,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import evener
-from benchmarks.interleaved import machine
+from benchmarks.results import Table, cell, record, spread
 from evener.training.builtin_tasks import digits
 
 PLACE = "EVENER__RECOVERY"
@@ -284,11 +284,14 @@ def suffer(arm: str, plan: Plan) -> tuple[list[Cost], float]:
     return [cost_of(killed, begun, usual) for killed in times], usual
 
 
-def report(costs: Mapping[str, list[Cost]], usual: Mapping[str, list[float]]) -> None:
-    print("| | lost a death, s | back, s | steps again | a step, ms |\n|---|---|---|---|---|")
+def report(costs: Mapping[str, list[Cost]], usual: Mapping[str, list[float]]) -> Table:
+    rows = []
     for arm, found in costs.items():
-        lost, back, again = (statistics.median(column) for column in zip(*found, strict=True))
-        print(f"| {arm} | {lost:.2f} | {back:.2f} | {again:g} | {statistics.median(usual[arm]) * 1e3:.2f} |")
+        lost, back, again = zip(*found, strict=True)
+        seconds = [cell(statistics.median(each), "s", spread=spread(each)) for each in (lost, back)]
+        step = cell(1e3 * statistics.median(usual[arm]), "ms")
+        rows.append([arm, *seconds, cell(statistics.median(again)), step])
+    return Table(["way to go on", "lost a death", "back", "steps again", "a step"], rows)
 
 
 def main() -> None:
@@ -315,11 +318,8 @@ def main() -> None:
             costs[arm] += found
             usual[arm].append(seconds)
             print(f"turn {turn}, {arm}: {', '.join(f'{cost.lost:.2f} s' for cost in found)}", file=sys.stderr)
-    print(
-        f"{machine()}, {given.processes} ranks, {given.turns * given.kills} deaths of each, a checkpoint every"
-    )
-    print(f"{given.every} steps\n")
-    report(costs, usual)
+    beside = f"{given.turns * given.kills} deaths of each, a checkpoint every {given.every} steps"
+    record("recovery", f"{given.processes} ranks", report(costs, usual), beside=beside)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ import evener
 from benchmarks import balance
 from benchmarks.contenders import Contender, Work, ours, plain_ddp
 from benchmarks.drawn import rand, randint
-from benchmarks.interleaved import Timing, machine, table, take_turns
+from benchmarks.interleaved import Timing, table, take_turns
+from benchmarks.results import Table, Value, cell, record
 from evener.core.config.run_config import RunConfig
 from evener.distributed.session import Session
 from evener.strategies.sharded.zero import Zero
@@ -102,7 +103,7 @@ def cores(turns: int, steps: int) -> dict[str, dict[str, Timing]]:
     }
     with Session(device="cpu") as session:
         return {
-            f"{work.name}, on two cores": take_turns(contenders, work, session, turns, steps, balance.WARM_UP)
+            work.name: take_turns(contenders, work, session, turns, steps, balance.WARM_UP)
             for work in works()[1:]
         }
 
@@ -146,15 +147,21 @@ def main() -> None:
     parser.add_argument("--only", default="equal,cores,memory")
     arguments = parser.parse_args()
     turns, steps, chosen = arguments.turns, arguments.steps, arguments.only.split(",")
-    print(machine(), flush=True)
-    for name, measure, processes in (("equal", equal, 2), ("cores", cores, 3)):
-        if name in chosen:
-            found: Mapping[str, Any] = _launched(measure, turns, steps, processes=processes)[0]
-            print(table(found, "plain FSDP2"), flush=True)
+    kinds = {
+        "equal": ("two ranks with a core each", equal, 2),
+        "cores": ("three ranks on two cores, one alone and two sharing", cores, 3),
+    }
+    for name in [each for each in kinds if each in chosen]:
+        title, measure, processes = kinds[name]
+        found: Mapping[str, Any] = _launched(measure, turns, steps, processes=processes)[0]
+        record("sharded", title, table(found, "plain FSDP2"))
+    rows: list[list[Value]] = []
     for shard_sizes in ("1,1", "2,1", "3,1,1") if "memory" in chosen else ():
         ratios = _launched(memory, shard_sizes, processes=shard_sizes.count(",") + 1)
-        words = "; ".join(f"gradients {of:.3f}, optimizer {kept:.3f}" for of, kept in ratios)
-        print(f"held over asked, owns {shard_sizes}: {words}", flush=True)
+        rows += [[f"{shard_sizes}, rank {rank}", *map(cell, of_rank)] for rank, of_rank in enumerate(ratios)]
+    if rows:
+        columns = ["owners", "summed gradients", "optimizer's state"]
+        record("sharded", "bytes that a rank holds, over those that it was to hold", Table(columns, rows))
 
 
 if __name__ == "__main__":

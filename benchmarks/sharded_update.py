@@ -21,7 +21,8 @@ import evener
 from benchmarks.communication_bound import mlp
 from benchmarks.contenders import Contender, Work, ours, plain_ddp
 from benchmarks.drawn import rand, randint
-from benchmarks.interleaved import Timing, machine, table, take_turns
+from benchmarks.interleaved import Timing, table, take_turns
+from benchmarks.results import record
 from evener.distributed.session import Session
 from evener.strategies.sharded.sharded import Sharded
 
@@ -72,8 +73,7 @@ def main() -> None:
     arguments = parser.parse_args()
     batches = [int(each) for each in arguments.batches.split(",")]
     results = evener.launch(measure, batches, arguments.turns, arguments.steps, processes=2, device="cpu")[0]
-    print(machine())
-    print(table(results, "plain DDP"))
+    record("sharded_update", "two CPU ranks", table(results, "plain DDP"))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from tests.balance.simulator import Rank, slow_between
 from tests.balance.test_by_speed_large import Crowd
 from tests.balance.weather import WEATHERS, Weather, best, lived
 
+from benchmarks.results import Cell, Table, Value, cell, record
 from evener.balance import BySpeed
 from evener.balance.base import Balancer
 
@@ -42,7 +43,7 @@ RANKS: dict[str, list[Rank]] = {
 }
 
 
-def row(make: Make, ranks: Sequence[Rank], weather: Weather, seeds: int, steps: int) -> str:
+def row(make: Make, ranks: Sequence[Rank], weather: Weather, seeds: int, steps: int) -> list[Value]:
     """Median and worst of all steps and of the late ones, and changes."""
     whole, late, changes, batch_size = [], [], [], PER_RANK * len(ranks)
     for seed in range(seeds):
@@ -52,11 +53,14 @@ def row(make: Make, ranks: Sequence[Rank], weather: Weather, seeds: int, steps: 
         whole.append(sum(ours) / sum(fixed))
         late.append(sum(ours[60:]) / sum(fixed[60:]))
         changes.append(len(auto.decisions))
-    cells = [f"{statistics.median(found):.3f} | {max(found):.3f}" for found in (whole, late)]
-    return f"{' | '.join(cells)} | {statistics.mean(changes):.1f}"
+    return [*_median_and_worst(whole), *_median_and_worst(late), cell(statistics.mean(changes))]
 
 
-def slowdown(make: Make, world_size: int, weather: Weather, seeds: int) -> str:
+def _median_and_worst(found: Sequence[float]) -> list[Cell]:
+    return [cell(statistics.median(found)), cell(max(found))]
+
+
+def slowdown(make: Make, world_size: int, weather: Weather, seeds: int) -> list[Value]:
     """From 12 steps on after a rank became twice as slow, and from 40 on after it recovered, over the best there."""
     ranks = [*[USUAL] * (world_size - 1), Rank(USUAL.overhead, USUAL.price, slow_between(200, 300, 2))]
     slowed, recovered, batch_size = [], [], PER_RANK * world_size
@@ -66,8 +70,7 @@ def slowdown(make: Make, world_size: int, weather: Weather, seeds: int) -> str:
         there, equal = (lived(best(ranks, batch_size, at), ranks, factors, batch_size) for at in (250, 0))
         slowed.append(sum(ours[212:300]) / sum(there[212:300]))
         recovered.append(sum(ours[340:]) / sum(equal[340:]))
-    cells = [f"{statistics.median(found):.3f} | {max(found):.3f}" for found in (slowed, recovered)]
-    return " | ".join(cells)
+    return [*_median_and_worst(slowed), *_median_and_worst(recovered)]
 
 
 def main() -> None:
@@ -81,22 +84,21 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     make: Make = Crowd.of if arguments.alone else BySpeed
-    print("| ranks | weather | all: median | worst | from step 60: median | worst | changes |")
-    print("|---|---|---|---|---|---|---|")
-    for name, ranks in RANKS.items():
-        for kind, weather in WEATHERS.items():
-            print(
-                f"| {name} | {kind} | {row(make, ranks, weather, arguments.seeds, arguments.steps)} |",
-                flush=True,
-            )
-    print("\n| 2x slowdown of 1 of | weather | followed: median | worst | after its end: median | worst |")
-    print("|---|---|---|---|---|---|")
-    for world_size in (2, 4):
-        for kind, weather in WEATHERS.items():
-            print(
-                f"| {world_size} | {kind} | {slowdown(make, world_size, weather, arguments.seeds)} |",
-                flush=True,
-            )
+    know = ", each rank knows its own times" if arguments.alone else ""
+    columns = ["ranks, weather", "all: median", "worst", "from step 60: median", "worst", "changes"]
+    rows = (
+        [f"{name}, {kind}", *row(make, ranks, weather, arguments.seeds, arguments.steps)]
+        for name, ranks in RANKS.items()
+        for kind, weather in WEATHERS.items()
+    )
+    record("steadiness", f"whole runs{know}", Table(columns, rows))
+    columns = ["slowed, weather", "followed: median", "worst", "after its end: median", "worst"]
+    rows = (
+        [f"1 of {ranks}, {kind}", *slowdown(make, ranks, weather, arguments.seeds)]
+        for ranks in (2, 4)
+        for kind, weather in WEATHERS.items()
+    )
+    record("steadiness", f"a rank twice as slow for a while{know}", Table(columns, rows))
 
 
 if __name__ == "__main__":

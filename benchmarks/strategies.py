@@ -28,7 +28,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evener
 from benchmarks.contenders import Contender, Work, ours
-from benchmarks.interleaved import Timing, machine, table, take_turns
+from benchmarks.interleaved import Timing, table, take_turns
+from benchmarks.results import record
 from benchmarks.sharded import plain_fsdp
 from evener.distributed.session import Session
 from evener.strategies import Pipeline, Sharded, TensorParallel
@@ -101,22 +102,25 @@ def plain_pipeline(work: Work, session: Session) -> Iterator[None]:
 
 
 CHOICES: dict[str, tuple[str, Contender, Contender]] = {
-    "sharded": ("plain FSDP2", plain_fsdp, ours(strategy=Sharded())),
-    "tensor": ("plain DTensor", plain_tensor, ours(strategy=TensorParallel())),
+    "sharded": ("FSDP2", plain_fsdp, ours(strategy=Sharded())),
+    "tensor": ("DTensor", plain_tensor, ours(strategy=TensorParallel())),
     "pipeline": (
-        "plain pipelining",
+        "1F1B pipelining",
         plain_pipeline,
         ours(strategy=Pipeline(schedule="1f1b", microbatches=MICROS, cut="3")),
     ),
 }
+BY_HAND = "PyTorch's engine, by hand"
 
 
 def measure(name: str, turns: int, steps: int) -> dict[str, dict[str, Timing]]:
-    by_hand, plain, evener_ = CHOICES[name]
-    contenders: Mapping[str, Contender] = {by_hand: plain, f"Evener {name}": evener_}
+    _, plain, evener_ = CHOICES[name]
+    contenders: Mapping[str, Contender] = {BY_HAND: plain, "Evener": evener_}
     torch.set_num_threads(1)
     with Session(device="cpu") as session:
-        return {work.name: take_turns(contenders, work, session, turns, steps) for work in works()}
+        return {
+            f"{name}, {work.name}": take_turns(contenders, work, session, turns, steps) for work in works()
+        }
 
 
 def main() -> None:
@@ -127,10 +131,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", default=",".join(CHOICES))
     arguments = parser.parse_args()
-    print(machine(), flush=True)
     for name in arguments.only.split(","):
         results = evener.launch(measure, name, arguments.turns, arguments.steps, processes=2, device="cpu")[0]
-        print(table(results, CHOICES[name][0]), flush=True)
+        record("strategies", f"{name} beside {CHOICES[name][0]}", table(results, BY_HAND))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ from torch.utils.data import TensorDataset
 import evener
 from benchmarks.contenders import Contender, Work
 from benchmarks.drawn import rand, randint
-from benchmarks.interleaved import Timing, machine, table, take_turns
+from benchmarks.interleaved import Timing, table, take_turns
+from benchmarks.results import Table, cell, record
 from evener.components.gradients import Unsound
 from evener.core.config.run_config import RunConfig
 from evener.distributed.session import Session
@@ -125,18 +126,17 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true")
     arguments = parser.parse_args()
     if arguments.memory:
-        print(machine())
-        for layers in (4, 50, 500):
-            print(
-                "{} parameters: {:.1f} us a step, of which sums {:.0f} us every {} steps".format(
-                    *memory_microseconds(layers), EVERY
-                )
-            )
+        rows = [
+            [str(number), cell(step, "us"), cell(sums, "us")]
+            for number, step, sums in map(memory_microseconds, (4, 50, 500))
+        ]
+        columns = ["parameters", "a step", f"all sums, every {EVERY} steps"]
+        record("watching", "memory, and what it is for", Table(columns, rows))
         return
     timings, beats = evener.launch(measure, arguments.turns, arguments.steps, processes=2, device="cpu")[0]
-    print(machine())
-    print(table({work().name: timings}, "unwatched"))
-    print(f"heartbeats: {beats:.2%} of a core")
+    record("watching", "replicas and gradients", table({work().name: timings}, "unwatched"))
+    share = Table(["thread", "of a core"], [["heartbeats", cell(100 * beats, "%")]])
+    record("watching", "heartbeats", share)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from torch.utils.data import TensorDataset
 import evener
 from benchmarks.contenders import Contender, Work, ours
 from benchmarks.drawn import rand, randint
-from benchmarks.interleaved import Timing, machine, table, take_turns
+from benchmarks.interleaved import Timing, table, take_turns
+from benchmarks.results import Table, cell, record
 from evener.components.optim.owners import update_cost
 from evener.core.config.run_config import RunConfig
 from evener.distributed.session import Session
@@ -91,12 +92,13 @@ def main() -> None:
     arguments = parser.parse_args()
     common = {"processes": 2, "device": "cpu"}
     results = evener.launch(measure, arguments.width, arguments.turns, arguments.steps, **common)[0]
-    print(machine())
-    print(table(results, "every rank (ddp)"))
-    print("\n| owner, parts 3,1 | part of the cost | its own update, of a processor |\n|---|---|---|")
+    record("whole_matrices", "two CPU ranks", table(results, "every rank (ddp)"))
     found = evener.launch(own_update, arguments.width, arguments.turns * arguments.steps, **common)
-    for rank, (part, seconds) in enumerate(found):
-        print(f"| rank {rank} | {part:.2f} | {1e3 * seconds:.1f} ms |")
+    rows = [
+        [f"rank {rank}", cell(part), cell(1e3 * seconds, "ms")] for rank, (part, seconds) in enumerate(found)
+    ]
+    columns = ["owner", "part of the cost", "its own update, of a processor"]
+    record("whole_matrices", "owners of parts 3,1", Table(columns, rows))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ def _page(name: str) -> str:
 
 SHOWN = {
     "benchmarks/RESULTS.md": "results.md",
+    "benchmarks/HISTORY.md": "history.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
@@ -48,7 +49,7 @@ PLACES = {
     **{str(path.relative_to(ROOT)): _page(path.name) for path in EXAMPLES if path.is_file()},
 }
 """Of a file or directory of the repository: its page."""
-SHOWN_AS_TEXT = {"LICENSE"}
+SHOWN_AS_TEXT = {"LICENSE", "benchmarks/results", "benchmarks/catalogue.toml"}
 """Files to which the site has no page: their names stay, without a link."""
 
 
@@ -89,7 +90,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     source = page.file.src_uri
     if source.startswith("examples/"):
         return markdown
-    origin = {"results.md": ROOT / "benchmarks"} | dict.fromkeys(list(SHOWN.values())[1:], ROOT)
+    origin = {place: (ROOT / name).parent for name, place in SHOWN.items()}
     depth = "../" * source.count("/")
 
     def led(match: re.Match[str]) -> str:

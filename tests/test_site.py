@@ -133,15 +133,24 @@ def test_the_benchmarks_at_a_glance_are_those_of_the_results() -> None:
 
 
 def test_bars_are_as_long_as_their_numbers() -> None:
-    with_bars = runpy.run_path(str(ROOT / "docs/charts.py"))["with_bars"]
-    table = "| | a | b |\n|---|---|---|\n| `x` < 1 | 1.0 | 4.0 |\n| y | 2.0 | 3.0 |\n"
-    drawn, kept = with_bars(f"before\n\n<!-- bars -->\n{table}\nafter\n").split("</div>")
-    picture = ElementTree.fromstring(drawn.partition("<div>")[2])
-    widths = [float(bar.get("width", "")) for bar in picture.iter("{http://www.w3.org/2000/svg}rect")]
-    assert widths[2:] == [105.0, 420.0, 210.0, 315.0], "after those that say which is which"
+    charts = runpy.run_path(str(ROOT / "docs/charts.py"))
+    table = "| | a | b |\n|---|---|---|\n| `x` < 1 | 1,000.0 | 4,000.0 |\n| y | 2,000.0 | - |\n"
+    drawn = charts["bars"](table).removeprefix("<div>").removesuffix("</div>")
+    picture = ElementTree.fromstring(drawn)
+    bars = [float(bar.get("width", "")) for bar in picture.iter("{http://www.w3.org/2000/svg}rect")]
+    assert bars[2:] == [95.0, 380.0, 190.0, 0.0], "after those that say which is which"
     assert [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")][2] == "x < 1"
-    assert kept == f"\n\n{table}\nafter\n"
-    assert with_bars(table) == table
+
+
+def test_bars_are_drawn_of_the_records_when_the_site_is_built() -> None:
+    with_bars = runpy.run_path(str(ROOT / "docs/charts.py"))["with_bars"]
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    built = with_bars(page)
+    assert built.count("<svg ") == page.count("<!-- bars: ")
+    assert "<!-- bars: " not in built
+    stale = re.sub(r"\| \d+\.\d\d \|", "| 9.99 |", page)
+    assert with_bars(stale).count("9.99") == 0, "tables are of the records, too"
+    assert with_bars("no bars\n") == "no bars\n"
 
 
 def test_every_setting_is_on_the_page_of_settings() -> None:
