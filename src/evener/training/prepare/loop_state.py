@@ -34,6 +34,7 @@ from evener.training.factory import balancer_called
 from evener.training.prepare.batch_tensors import check_at_hand
 from evener.training.prepare.current_batch import CurrentBatch
 from evener.training.prepare.gradient_mean import MeanOfRanks
+from evener.training.prepare.late_checks import LateChecks
 from evener.training.prepare.learner_of_loop import LearnerOfLoop
 from evener.training.prepare.loop_division import LoopDivision
 from evener.training.prepare.model_outputs import Outputs
@@ -88,7 +89,8 @@ class LoopState:
         self._models = list(models)
         self._control: Exchange = quickest(session)
         self.work_timer = WorkTimer(stopwatch(session.device), learner.settings.throttle, session.rank)
-        self.mean = MeanOfRanks(learner, models, self.exchange)
+        self.later = LateChecks(session, lambda: self.steps)
+        self.mean = MeanOfRanks(learner, models, self.exchange, self.later)
         random.exchange = lambda *numbers: self.exchange("seeding anew", *numbers)
         self.steps = 0
         self._replicas = LoopReplicas()
@@ -239,7 +241,7 @@ class LoopState:
         Raises:
             ConfigurationError: If gradients of this rank's samples alone are left, the ranks have different batches, or
                 a rank had samples in only one of two loaders.
-            DivergenceError: If ranks hold different weights or buffers.
+            DivergenceError: If ranks hold different weights or buffers, or a number of an earlier step is not finite.
         """
         self.mean.check_all_summed("the end of the batch")
         worked = timed.worked if timed is not None and timed.samples else None
@@ -257,6 +259,7 @@ class LoopState:
             share_buffers(self.learner, batch.batch)
         if any(row[4] for row in rows):
             self.learner.graphs.agree(self.session.control.gather_objects)
+        self.later.end_batch()
         return self.data.slowest([row[1] for row in rows])
 
     # The models
