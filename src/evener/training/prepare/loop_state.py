@@ -39,13 +39,7 @@ from evener.training.prepare.learner_of_loop import LearnerOfLoop
 from evener.training.prepare.loop_division import LoopDivision
 from evener.training.prepare.model_outputs import Outputs
 from evener.training.prepare.positions import try_first_call
-from evener.training.prepare.rank_checks import (
-    WAITS,
-    check_calls,
-    check_marks,
-    check_strangers,
-    check_updates,
-)
+from evener.training.prepare.rank_checks import WAITS, check_exchange, check_marks
 from evener.training.prepare.replicas import LoopReplicas
 from evener.training.prepare.rng import CommonRandom
 from evener.training.step.exchange import Exchange
@@ -181,9 +175,7 @@ class LoopState:
         row = [*own, *values, *[0.0] * (_WIDTH - len(values))]
         with watchdog.explained(), watchdog.phase(what, step=self.steps), waiting():
             rows = self._control.exchange(row).wait()
-        check_calls([int(row[0]) for row in rows])
-        check_updates([row[1] for row in rows], what)
-        check_strangers([row[2] for row in rows])
+        check_exchange(rows, what)
         return [row[3:] for row in rows]
 
     def _watch_outputs(self) -> None:

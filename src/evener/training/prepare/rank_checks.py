@@ -49,6 +49,17 @@ def check_calls(calls: list[int]) -> None:
         )
 
 
+def check_exchange(rows: Sequence[Sequence[float]], what: str) -> None:
+    """Checks what each exchange begins with: the call, the number of updates, and the result of :func:`folded`.
+
+    Raises:
+        ConfigurationError: If it differs between the ranks.
+    """
+    check_calls([int(row[0]) for row in rows])
+    check_updates([row[1] for row in rows], what)
+    check_strangers([row[2] for row in rows])
+
+
 def check_trained(sums: Sequence[float]) -> None:
     """Checks that the ranks train the same parameters.
 
