@@ -36,7 +36,7 @@ class LateChecks:
     """
 
     def __init__(self, session: Session, steps: Callable[[], int]) -> None:
-        self._session, self._steps = session, steps
+        self._session, self._steps, self._runs_behind = session, steps, session.runs_behind
         self._new: list[tuple[Check, Sequence[Number]]] = []
         self._begun: Callable[[], None] | None = None
         self._turned_in: int | None = None
@@ -48,7 +48,7 @@ class LateChecks:
 
     def is_late(self, number: Any) -> bool:
         """Returns True for a tensor whose numbers the host would have to wait for."""
-        return isinstance(number, Tensor) and is_late(number.device) and self._session.runs_behind
+        return self._runs_behind and isinstance(number, Tensor) and is_late(number.device)
 
     def kept(self, number: Tensor) -> Number:
         """Returns a number that may change later as it is now: one of the host, or a copy on its device."""
@@ -65,7 +65,7 @@ class LateChecks:
     @property
     def where(self) -> str:
         """Says the step for an error that may be told in a later one."""
-        return f" in step {self._steps()}" if self._session.runs_behind else ""
+        return f" in step {self._steps()}" if self._runs_behind else ""
 
     def turn(self) -> None:
         """Makes the checks of the turn before, and begins to read the numbers of those since."""
