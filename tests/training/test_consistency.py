@@ -158,7 +158,7 @@ def test_a_device_that_runs_behind_its_host_waits_and_leaves_out_the_same(ranks:
 def behind(task: dict[str, Any]) -> Any:
     with (
         mock.patch("evener.training.step.step_sync.is_late", return_value=True),
-        mock.patch("evener.training.step.nonfinite.is_late", return_value=True),
+        mock.patch("evener.distributed.session.is_late", return_value=True),
     ):
         return trained("ddp", task, steps=5)
 

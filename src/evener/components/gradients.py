@@ -93,13 +93,13 @@ class Unsound:
     def name(self) -> str | None:
         """Returns the name of a parameter whose gradient is not finite, or None. Waits for the device, and clears the
         records."""
-        found = self.name_of(self.found)
+        found = self.name_of([place.value() for place in self.found])
         self.found.clear()
         return found
 
-    def name_of(self, found: Sequence[Readout]) -> str | None:
-        """Returns the name for records that were taken out of :attr:`found`."""
-        place = int(max((place.value() for place in found), default=0.0))
+    def name_of(self, found: Sequence[float]) -> str | None:
+        """Returns the name for numbers of :attr:`found`."""
+        place = int(max(found, default=0.0))
         return list(self._places)[place - 1] if place else None
 
     def check_gradients(self, gradients: Named) -> Readout:

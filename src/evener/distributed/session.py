@@ -46,6 +46,7 @@ from evener.distributed.restart_count import advance_to, generation, next_name
 from evener.distributed.watchdog.watchdog import BACKSTOP_SECONDS, TIMEOUT_SECONDS, Watchdog, current_watchdog
 from evener.errors import ConfigurationError, RankTimeoutError
 from evener.hardware.accelerators import count, has_float64
+from evener.hardware.async_read import is_late
 from evener.hardware.gpu_tenants import uuid_of
 from evener.hardware.memory.malloc import freed_memory_kept
 from evener.torch_internals.elastic import numbers
@@ -297,6 +298,12 @@ class Session:
         device = self._kind, library_of(self._kind), self._asked
         terms = JoinTerms(self.rank, self.environment.host, *device, evener_version(), host_token(), card)
         return agree(store, terms, self.world_size, self.group_timeout.total_seconds())
+
+    @property
+    def runs_behind(self) -> bool:
+        """True if this rank's device runs behind the host, and so do those of all ranks: then numbers of a step are
+        known after its end."""
+        return is_late(self.device) and not self.mixed
 
     @property
     def inner_backend(self) -> str | None:

@@ -109,11 +109,6 @@ def read(numbers: float | Tensor) -> Readout:
     return READERS.get(numbers.device.type, ReadyValue)(numbers.detach())
 
 
-def read_now(number: Tensor) -> Readout:
-    """Starts reading a number that may change later. A number on the host is read at once."""
-    return read(number) if is_late(number.device) else ReadyValue(float(number))
-
-
 def kept(number: Tensor) -> Readout:
     """Returns a readout for a number that is used on its device and rarely read. Starts no copy, so that reading it
     waits for all queued work.

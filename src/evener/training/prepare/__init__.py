@@ -27,6 +27,7 @@
 :mod:`.delayed_hooks`      a user's hooks on gradients, which wait for the sum
 :mod:`.optimizer_step`     steps of any optimizer, prepared or not
 :mod:`.rank_checks`        checks that values are the same on all ranks, and their errors
+:mod:`.late_checks`        checks of numbers that a device is still computing
 :mod:`.replicas`           checks that ranks hold the same weights
 :mod:`.rng`                random numbers that all ranks draw alike
 :mod:`.helpers`            rank, world_size, is_main, print, barrier, gather, draw, no_sync

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from evener.components.sharded_tensor.local import is_divided
 from evener.errors import ConfigurationError
-from evener.hardware.async_read import Readout, read_now
 from evener.nn.attention_dispatch import attending
 from evener.training.prepare.delayed_hooks import OF_WEIGHTS
+from evener.training.prepare.late_checks import LateChecks, Number
 from evener.training.prepare.loop_state import LoopState
 
 _ROUNDINGS = 8
@@ -110,11 +110,11 @@ def several(tensors: Any) -> tuple[Any, ...]:
     return (tensors,) if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable) else tuple(tensors)
 
 
-def value_of(roots: Sequence[Tensor], given: Any) -> tuple[list[Readout], float]:
+def value_of(roots: Sequence[Tensor], given: Any, later: LateChecks) -> tuple[list[Number], float]:
     """Returns the terms of a pass's root, and the relative tolerance for rounding differences between ranks."""
     found = (None,) * len(roots) if given is None else several(given)
     terms = [
-        read_now((root.detach() if weight is None else root.detach() * weight.detach()).sum().real)
+        later.kept((root.detach() if weight is None else root.detach() * weight.detach()).sum().real)
         for root, weight in zip(roots, found, strict=True)
     ]
     return terms, max(torch.finfo(root.dtype).eps for root in roots) * _ROUNDINGS
@@ -190,7 +190,7 @@ class Passes:
         others = {leaf: leaf.grad for leaf in leaves if not self._mean.owns(leaf)}
         for leaf in others:
             leaf.grad = None
-        value, tolerance = value_of(roots, given)
+        value, tolerance = value_of(roots, given, self._place.later)
         with self._in_pass(), attending(self._place.sequence):
             self._mean.going(run, value, tolerance)
         for leaf, before in others.items():  # computed from root / N
@@ -228,7 +228,7 @@ class Passes:
                 "parameters and of this rank's own samples alone: for an inner step take the plain loss function, of "
                 "samples that all ranks have, and the prepared one for the step of all ranks"
             )
-        value, tolerance = value_of(roots, given)
+        value, tolerance = value_of(roots, given, self._place.later)
         with self._in_pass():
             found = run(1 / self._mean.ranks)
         with self._place.summing():

@@ -25,7 +25,6 @@ from evener.training.prepare.current_batch import CurrentBatch
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.prepare import current, settings
 from evener.training.prepare.sample_tensor import leaves_of
-from evener.training.prepare.soundness import runs_behind
 
 _AHEAD = 2
 _DIFFERENT = (
@@ -45,7 +44,7 @@ class Batches:
 
     def __init__(self, config: RunConfig, place: LoopState) -> None:
         self._place = place
-        self.balancer = place.balancer(config, _AHEAD + runs_behind(place.session))
+        self.balancer = place.balancer(config, _AHEAD + place.session.runs_behind)
         self.step = 0
         self._untimed: CurrentBatch | None = None
 
@@ -64,7 +63,7 @@ class Batches:
         part = place.cut(map_leaves(partial(self._part, own, dim), made), current_batch)
         with place.at(current_batch):
             yield marked(part, current_batch)
-        timed, self._untimed = (self._untimed if runs_behind(place.session) else current_batch), current_batch
+        timed, self._untimed = (self._untimed if place.session.runs_behind else current_batch), current_batch
         seconds = place.finish(current_batch, timed)
         if timed is not None:
             self.balancer.observe(timed.step, timed.batch.shares, seconds)

@@ -102,7 +102,9 @@ class BucketSums:
         number = len(self._sent)
         bucket = self._buckets[number]
         parts = [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in bucket]
-        flat = torch.cat([*parts, bucket[0].new_tensor([float(p.grad is not None) for p in bucket])])
+        # made on the device: for a copy to it the host would wait
+        there, absent = bucket[0].new_ones(1), bucket[0].new_zeros(1)
+        flat = torch.cat([*parts, *(absent if p.grad is None else there for p in bucket)])
         for parameter, rows in zip(bucket, _split(flat, bucket), strict=False):
             if parameter.grad is not None:
                 parameter.grad = rows.view_as(parameter)

@@ -58,6 +58,7 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
     if message:
         raise DataError(message)
     states, values = found["states"], found["values"]
+    place.later.forget()
     _watch_optimizers(objects, place)
     for name in objects:
         if name not in states:

@@ -38,7 +38,6 @@ from evener.training.prepare.batch_tensors import marked
 from evener.training.prepare.current_batch import CurrentBatch
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.rng import apart
-from evener.training.prepare.soundness import runs_behind
 from evener.training.prepare.stream import WholeBatches
 
 _KEPT = (
@@ -164,7 +163,7 @@ class PreparedLoader:
         self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
         self.sampler, self.batch_sampler = loader.sampler, loader.batch_sampler
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
-        self.balancer = place.balancer(config, ahead + 2 + runs_behind(place.session))
+        self.balancer = place.balancer(config, ahead + 2 + place.session.runs_behind)
         self._shares = Shares(loader.batch_sampler, self.balancer, place, self._by_cost(config, cost))
         kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
         self._generator = apart(0, place.data.index)
@@ -254,12 +253,13 @@ class PreparedLoader:
                     map_leaves(lambda leaf: move(leaf, place.session.device, True), found), current_batch
                 )
             timed, self._untimed = (
-                (self._untimed if runs_behind(place.session) else current_batch),
+                (self._untimed if place.session.runs_behind else current_batch),
                 current_batch,
             )
             seconds = place.finish(current_batch, timed)
             if timed is not None:
                 shares.observe(timed, seconds)
+        place.mean.settle()
         self._handed_out = 0
         shares.epoch += 1
 

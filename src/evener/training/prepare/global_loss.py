@@ -1,21 +1,31 @@
-"""Sums over all ranks: the same value on every rank, with this rank's part of the gradient."""
+"""Sums over all ranks: the same value on every rank, with this rank's part of the gradient.
+
+What ranks must know of each other at once goes from host to host: their batch, the place of the call, whether there is
+a graph. On a device that runs behind the host the numbers themselves go from device to device, and the host does not
+wait for them.
+"""
 
 from __future__ import annotations
 
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from evener.collectives.all_gather_rows import gathered
 from evener.errors import ConfigurationError, DivergenceError, LossError
+from evener.hardware.timers import waiting
 from evener.training.prepare.global_loss_value import Confused, whole_of
+from evener.training.prepare.late_checks import Number
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.loss_kind import LossKind
 from evener.training.prepare.rank_checks import check_marks
-from evener.training.prepare.sample_tensor import Joint, Kind
+from evener.training.prepare.sample_tensor import Joint, Kind, plain_of
 from evener.training.prepare.zero_loss import silence_of, silent
 from evener.training.step.step import not_finite
 
@@ -27,8 +37,8 @@ _NO_GRAPH = (
     "function that computes the loss, or let it sum over all rows, as (each * mask).sum() does"
 )
 _OTHERWISE = (
-    "the ranks came to different values of the loss, {values}: it uses something besides its arguments that is of a "
-    "rank's own samples, such as their number. Pass it as an argument, or count it from the arguments"
+    "the ranks came to different values of the loss{where}, {values}: it uses something besides its arguments that is "
+    "of a rank's own samples, such as their number. Pass it as an argument, or count it from the arguments"
 )
 _ELSEWHERE = (
     "the ranks are in different losses, or in different places of one: all ranks must call the same losses in the same "
@@ -44,11 +54,16 @@ def _code(of: object) -> float:
     return float(zlib.crc32(repr(of).encode()))
 
 
+def by_count(count: Any) -> Any:
+    """The divisor of a mean: the number of its terms."""
+    return count
+
+
 def joined(
     place: LoopState,
     total: Tensor,
     count: float | Tensor,
-    divisor: Callable[[float], float] = float,
+    divisor: Callable[[float], float] = by_count,
     *,
     code: object = "known",
     own: Sequence[int] = (),
@@ -66,29 +81,94 @@ def joined(
         DivergenceError: If the total of a rank is not finite and has a gradient, on all ranks.
     """
     current_batch = place.current_batch("the loss was computed")
-    number = float(count)
-    counts = bool(current_batch.micro.weight) and bool(number or divisor(2.0) == 1.0)
+    is_sum, is_late = divisor(2.0) == 1.0, place.later.is_late(total)
+    on_device = is_late and place.later.is_late(count) and _takes_tensors(divisor)
+    number: Number = plain_of(count) if on_device else float(count)
+    counts = bool(current_batch.micro.weight) and (isinstance(number, Tensor) or bool(number or is_sum))
     if not counts:
         total, number = silent(total), 0.0
-    value = float(total.detach()) if counts else 0.0
-    rows = _exchanged(place, code, value, number, _graph_of(total, place))
-    graphs = [int(row[3] % 4) for row in rows]
-    _check_finite(place, rows, graphs)
-    rows = place.data.of_contributors(rows)
-    over = divisor(sum(row[2] for row in rows))
-    result = sum(row[1] for row in rows) / over if over else math.nan
+    graph = _graph_of(total, place)
+    totals: Sequence[Number]
+    numbers: Sequence[Number]
+    if is_late:
+        totals, numbers, graphs = _on_devices(place, code, total, number, graph, is_sum)
+    else:
+        rows = _exchanged(place, code, float(total.detach()) if counts else 0.0, float(number), graph)
+        totals, numbers, graphs = ([row[at] for row in rows] for at in range(1, 4))
+    _check_finite(place, totals, graphs)
+    numbers = place.data.of_contributors(numbers)
+    over = divisor(_added(numbers))
+    result = _added(place.data.of_contributors(totals)) / _unless_zero(over, math.nan)
     if _BEHIND in graphs:
         total = _with_graph(place, total, graphs)
-        factor = place.mean.ranks / (over or 1.0) * counts
+        factor = place.mean.ranks / _unless_zero(over, 1.0) * counts
         made: Tensor = _Joined.apply(total, result, factor, place)  # type: ignore[no-untyped-call]
     else:
-        made = total.detach().new_tensor(result)
-    if not made.requires_grad and result.is_integer():
-        current_batch.counted.add(int(result))
-    if not is_marked:
-        return made
-    terms = [int(number)] if len({row[2] for row in rows}) == 1 else []
-    return _marked(place, made, [*own, current_batch.samples, *terms], sum(row[2] for row in rows), divisor)
+        made = _like(total.detach(), result)
+    if not made.requires_grad:
+        place.later.check(partial(_count, current_batch.counted), result)
+    return _marked(place, made, [*own, current_batch.samples], numbers, is_sum) if is_marked else made
+
+
+def _takes_tensors(divisor: Callable[[Any], Any]) -> bool:
+    """Returns True for a divisor that only passes its argument on, or is a number. Another may be of the user's, and
+    is told numbers of the host."""
+    count = object()
+    with suppress(Exception):
+        return divisor(count) in (count, 1.0)
+    return False
+
+
+def _on_devices(
+    place: LoopState, code: object, total: Tensor, number: Number, graph: int, is_sum: bool
+) -> tuple[Sequence[Number], Sequence[Number], list[float]]:
+    """Returns the totals, numbers of terms and graphs of all ranks. Totals stay on the device, and so do numbers if
+    that of a rank is there."""
+    is_there = isinstance(number, Tensor)
+    rows = _exchanged(place, code, float(is_there), 0.0 if is_there else float(number), graph, is_late=True)
+    if isinstance(number, Tensor) and not is_sum:
+        total = total.detach().masked_fill(number.to(total.device) == 0, 0)  # a mean over nothing is NaN
+    totals, counts = of_all(place, total, number).unbind(1)
+    numbers: Sequence[Number] = counts.unbind() if any(row[1] for row in rows) else [row[2] for row in rows]
+    return totals.unbind(), numbers, [row[3] for row in rows]
+
+
+def of_all(place: LoopState, *numbers: Number) -> Tensor:
+    """Returns (ranks, numbers) of all ranks, from device to device. A collective call, for which no host waits."""
+    device = place.session.device
+    own = torch.stack(
+        [
+            each.detach().reshape(()).to(device, torch.float64, non_blocking=True)
+            if isinstance(each, Tensor)
+            else torch.full((), each, dtype=torch.float64, device=device)
+            for each in numbers
+        ]
+    )
+    if place.session.world is None:
+        return own[None]
+    with waiting():
+        return torch.stack(gathered(own, place.world_size, place.session.world))
+
+
+def _added(numbers: Sequence[Number]) -> Any:
+    return torch.stack(list(numbers)).sum() if isinstance(numbers[0], Tensor) else sum(numbers)  # type: ignore[arg-type]
+
+
+def _unless_zero(number: Any, instead: float) -> Any:
+    if isinstance(number, Tensor):
+        return number.masked_fill(number == 0, instead)
+    return number or instead
+
+
+def _like(total: Tensor, number: Number) -> Tensor:
+    """Returns a number of all ranks as a new tensor like ``total``, without dimensions."""
+    if isinstance(number, Tensor):
+        return number.to(total.device, total.dtype, copy=True)
+    return total.new_tensor(number).reshape(())
+
+
+def _count(counted: set[int], numbers: list[float]) -> None:
+    counted.update(int(number) for number in numbers if number.is_integer())
 
 
 _NONE, _BEHIND, _POSSIBLE = range(3)
@@ -102,25 +182,32 @@ def _graph_of(total: Tensor, place: LoopState) -> int:
 
 
 def _exchanged(
-    place: LoopState, code: object, value: float, number: float, graph: int = _NONE
+    place: LoopState, code: object, value: float, number: float, graph: int = _NONE, is_late: bool = False
 ) -> list[list[float]]:
+    """Returns for each rank the mark of its batch, a value, a number and a graph. A collective call."""
     mark = place.current_batch("").agreed
-    rows = place.exchange("the loss", mark, value, number, 4 * _code(code) + graph)
+    rows = place.exchange("the loss", mark, value, number, 4 * _code((code, is_late)) + graph)
     check_marks([row[0] for row in rows])
     if len({row[3] // 4 for row in rows}) > 1:
         if code == "known":
             raise ConfigurationError(_ELSEWHERE)
         raise Parted
-    return rows
+    return [[*row[:3], row[3] % 4] for row in rows]
 
 
-def _check_finite(place: LoopState, rows: list[list[float]], graphs: list[int]) -> None:
-    for rank, row in enumerate(rows):
-        if graphs[rank] == _BEHIND and not math.isfinite(row[1]):
-            raise DivergenceError(not_finite(f"the loss is {row[1]} in step {place.steps} on rank {rank}"))
+def _check_finite(place: LoopState, totals: Sequence[Number], graphs: Sequence[float]) -> None:
+    step = place.steps
+
+    def known(values: list[float]) -> None:
+        for rank, value in enumerate(values):
+            if graphs[rank] == _BEHIND and not math.isfinite(value):
+                raise DivergenceError(not_finite(f"the loss is {value} in step {step} on rank {rank}"))
+
+    if _BEHIND in graphs:
+        place.later.check(known, *totals)
 
 
-def _with_graph(place: LoopState, total: Tensor, graphs: list[int]) -> Tensor:
+def _with_graph(place: LoopState, total: Tensor, graphs: Sequence[float]) -> Tensor:
     """Returns ``total`` with a graph to go backward through.
 
     Raises:
@@ -135,28 +222,38 @@ def _with_graph(place: LoopState, total: Tensor, graphs: list[int]) -> Tensor:
 
 
 def _marked(
-    place: LoopState, made: Tensor, own: Sequence[int], count: float, divisor: Callable[[float], float]
+    place: LoopState, made: Tensor, own: Sequence[int], terms: Sequence[Number], is_sum: bool
 ) -> Tensor:
-    """Makes a value over all ranks detect this rank's numbers.
+    """Makes a value over all ranks detect this rank's numbers: ``own``, and those of ``terms`` if all are the same.
 
     Not needed if shares differ: then a mistake makes the ranks' values differ, which is detected anyway.
     """
-    current_batch, is_sum = place.current_batch(""), divisor(2.0) == 1.0
+    current_batch = place.current_batch("")
     if current_batch.samples == current_batch.batch.size or not made.is_floating_point():
         return made
     if is_sum and len(set(current_batch.batch.shares)) > 1:
         return made
-    confused = frozenset(number for number in own if number > 1) - {current_batch.batch.size, int(count)}
-    return whole_of(made, Confused(confused, current_batch.counted, place.rank), is_sum)
+    others = frozenset({current_batch.batch.size})
+    on_device = [each for each in terms if isinstance(each, Tensor)]
+    if not on_device:
+        own = [*own, *(int(each) for each in terms[:1] if len(set(terms)) == 1)]
+        others |= {int(sum(terms))}
+    confused = frozenset(number for number in own if number > 1) - others
+    return whole_of(
+        made,
+        Confused(confused, current_batch.counted, place.rank, place.later, tuple(on_device)),
+        is_sum,
+    )
 
 
 class _Joined(torch.autograd.Function):
     """A value with ``factor`` times the gradient of another number. Reports its incoming gradient to the loop."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, value: float, factor: float, place: LoopState) -> Tensor:
-        ctx.factor, ctx.place = factor, place
-        return total.new_tensor(value).reshape(())
+    def forward(ctx: Any, total: Tensor, value: Number, factor: Number, place: LoopState) -> Tensor:
+        ctx.factor = factor.to(total.dtype) if isinstance(factor, Tensor) else factor
+        ctx.place = place
+        return _like(total, value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -191,9 +288,14 @@ class AllRanks(Joint):
 
     def extreme(self, value: Tensor, count: int, kind: Kind) -> Tensor:
         self._calls += 1
-        number = float(count * self._place.current_batch("").micro.weight)
-        rows = _exchanged(self._place, (kind, self._calls), float(value), number)
-        found = [row[1] for row in rows if row[2]] or [float(value)]
+        place, is_late = self._place, self._place.later.is_late(value)
+        number = float(count * place.current_batch("").micro.weight)
+        code = kind, self._calls
+        rows = _exchanged(place, code, 0.0 if is_late else float(value), number, is_late=is_late)
+        values: Any = of_all(place, value).unbind() if is_late else [row[1] for row in rows]
+        found = [each for each, row in zip(values, rows, strict=True) if row[2]] or [values[place.rank]]
+        if is_late:
+            return _like(value, (torch.amax if kind == "max" else torch.amin)(torch.stack(found)))
         return value.detach().new_tensor((max if kind == "max" else min)(found))
 
 
@@ -203,27 +305,41 @@ def agreed(place: LoopState, way: LossKind) -> LossKind:
     return LossKind(int(max(row[1] for row in _exchanged(place, "way", float(wish), 0.0))))
 
 
-def over_of_all(place: LoopState, stays: bool, value: Tensor | None, rows: int) -> float:
+def over_of_all(place: LoopState, stays: bool, value: Tensor | None, rows: int, is_new: bool) -> float:
     """Ends a function of sums. Returns the sum of ``rows`` over all ranks. A collective call.
 
     Args:
         stays: Whether this rank's call was made of sums.
         value: The result of the function.
         rows: The number of rows by which this rank has divided, in place of that of all; 0 if it has not.
+        is_new: Whether the function took this path for the first time. Then the values are compared at once, and always
+            if this rank has divided by its rows, because a difference shows that the function must be computed
+            otherwise.
 
     Raises:
         Parted: If a rank took another path; on all ranks.
         LossError: If the ranks have different values; on all ranks.
     """
-    number = math.nan if value is None else float(value.detach()) * (rows or 1)
-    rows_at_end = _exchanged(
-        place, ("end", bool(rows), stays), number, float(rows * place.current_batch("").micro.weight)
-    )
-    values = [row[1] for row in rows_at_end]
-    is_other = max(values) - min(values) > _APART * max(map(abs, values))
-    if not stays or (is_other and rows):
+    number: Number = math.nan if value is None else place.later.kept(value) * (rows or 1)
+    is_late, counted = isinstance(number, Tensor), float(rows * place.current_batch("").micro.weight)
+    code = "end", bool(rows), stays
+    rows_at_end = _exchanged(place, code, float(is_new if is_late else number), counted, is_late=is_late)
+    if not stays:
         raise Parted
-    if is_other:
-        values_text = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(values))
-        raise LossError(_OTHERWISE.format(values=values_text))
+    values: list[Number] = [row[1] for row in rows_at_end]
+    waits, where = not is_late or rows > 0 or any(values), place.later.where
+    if is_late:
+        values = list(of_all(place, number).unbind())
+
+    def known(values: list[float]) -> None:
+        if max(values) - min(values) > _APART * max(map(abs, values)):
+            if rows:
+                raise Parted
+            values_text = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(values))
+            raise LossError(_OTHERWISE.format(values=values_text, where=where))
+
+    if waits:
+        known([float(each) for each in values])
+    else:
+        place.later.check(known, *values)
     return sum(row[2] for row in place.data.of_contributors(rows_at_end))

@@ -7,22 +7,23 @@ if their shares are equal, so nothing else would detect it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from evener.errors import LossError
+from evener.training.prepare.late_checks import LateChecks, Number
 
 _SUM = (
-    "the loss is a sum over the samples of all ranks, and is divided by {number}, which is how many rank {rank} alone "
-    "has: divide by evener.batch_size(), the samples of all ranks, or give evener.prepare a loss that is a mean "
+    "the loss is a sum over the samples of all ranks, and is divided by {number}{where}, which is how many rank {rank} "
+    "alone has: divide by evener.batch_size(), the samples of all ranks, or give evener.prepare a loss that is a mean "
     "already. A constant that is {number} by chance goes into the loss: evener.loss(loss, scale=1 / {number})"
 )
 _MEAN = (
-    "the loss is a mean over the samples of all ranks, and is multiplied by {number}, which is how many rank {rank} "
-    "alone has: for a sum over an epoch multiply by evener.batch_size(), the samples of all ranks"
+    "the loss is a mean over the samples of all ranks, and is multiplied by {number}{where}, which is how many rank "
+    "{rank} alone has: for a sum over an epoch multiply by evener.batch_size(), the samples of all ranks"
 )
 
 
@@ -35,10 +36,20 @@ class Confused:
     counted: Set[int]
     """Numbers counted over all ranks with this batch, also later: these may be equal by chance."""
     rank: int
+    later: LateChecks
+    terms: tuple[Tensor, ...] = ()
+    """The numbers of terms of the ranks that add up, if they are still on a device."""
 
-    def has(self, number: int) -> bool:
-        """Returns True if the number is this rank's own."""
-        return number in self.own and number not in self.counted
+    def check(self, number: Number, tell: Callable[[int], None]) -> None:
+        """Calls ``tell`` with the number if it is this rank's own, when all is known."""
+
+        def known(numbers: list[float]) -> None:
+            number, *terms = numbers
+            own = self.own | set(map(int, terms[:1] if len(set(terms)) == 1 else ()))
+            if number > 1 and number in own - {int(sum(terms))} and number not in self.counted:
+                tell(int(number))
+
+        self.later.check(known, number, *self.terms)
 
 
 class GlobalLossValue(Tensor):
@@ -74,12 +85,20 @@ class GlobalLossValue(Tensor):
         Warns:
             UserWarning: If a mean over all ranks is multiplied by one.
         """
-        if self.is_sum == name.startswith("mul") or not self.confused.has(number := _number(others)):
+        if self.is_sum == name.startswith("mul"):
             return
-        message = (_SUM if self.is_sum else _MEAN).format(number=number, rank=self.confused.rank)
-        if self.is_sum:
-            raise LossError(message)
-        warnings.warn(message, stacklevel=4)
+        number = _number(others, self.confused.later)
+        if number is None:
+            return
+        is_sum, rank, where = self.is_sum, self.confused.rank, self.confused.later.where
+
+        def tell(found: int) -> None:
+            message = (_SUM if is_sum else _MEAN).format(number=found, rank=rank, where=where)
+            if is_sum:
+                raise LossError(message)
+            warnings.warn(message, stacklevel=8)
+
+        self.confused.check(number, tell)
 
 
 def whole_of(value: Tensor, confused: Confused, is_sum: bool) -> Tensor:
@@ -92,13 +111,12 @@ def whole_of(value: Tensor, confused: Confused, is_sum: bool) -> Tensor:
 _STAYS = ("add", "sub", "mul", "div", "true_divide", "neg", "detach", "clone", "cpu", "to", "double", "float")
 
 
-def _number(others: list[Any]) -> int:
-    """Returns the operand if it is an integer that may be a count; otherwise 0."""
-    other = others[0] if others else 0
+def _number(others: list[Any], later: LateChecks) -> Number | None:
+    """Returns the operand if it may be a count; otherwise None."""
+    other = others[0] if others else None
     if isinstance(other, Tensor):
-        other = other.item() if not other.dim() and not other.requires_grad else 0
-        other = int(other) if isinstance(other, float) and other.is_integer() else other
-    return other if isinstance(other, int) and not isinstance(other, bool) else 0
+        return None if other.dim() or other.requires_grad else later.kept(_plain(other))
+    return other if isinstance(other, int) and not isinstance(other, bool) else None
 
 
 def _wholes(tree: Any) -> Any:

@@ -28,8 +28,7 @@ from evener.components import gradients
 from evener.components.sharded_tensor.local import is_divided
 from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.distributed.mesh import DIVIDING_TERMS
-from evener.errors import ConfigurationError
-from evener.hardware.async_read import Readout
+from evener.errors import ConfigurationError, DivergenceError
 from evener.strategies.learner import Learner
 from evener.strategies.reducer import all_reduce_of, sum_in_buckets, sum_together
 from evener.torch_internals.autograd import version
@@ -46,6 +45,7 @@ from evener.training.prepare.gradient_mark import (
     set_mark,
 )
 from evener.training.prepare.gradient_part import ShownParts
+from evener.training.prepare.late_checks import LateChecks, Number
 from evener.training.prepare.pass_roots import PassRoots
 from evener.training.prepare.rank_checks import WAY_OUT, Exchange
 from evener.training.prepare.soundness import SoundnessCheck
@@ -60,10 +60,13 @@ class MeanOfRanks:
     Args:
         models: The models. Those that no backward pass has reached are left alone.
         exchange: Exchanges numbers between all ranks, with a reason.
+        later: Checks of what a device is still computing.
     """
 
-    def __init__(self, learner: Learner, models: Sequence[nn.Module], exchange: Exchange) -> None:
-        self._exchange = exchange
+    def __init__(
+        self, learner: Learner, models: Sequence[nn.Module], exchange: Exchange, later: LateChecks
+    ) -> None:
+        self._exchange, self._later = exchange, later
         self._delayed = False
         self._all_reduce: AllReduce | None = None
         self._touched: set[nn.Parameter] = set()
@@ -73,7 +76,7 @@ class MeanOfRanks:
         self._hooks = DelayedHooks(self._name)
         self._watched: list[RemovableHandle] = []
         self._buckets: BucketSums | None = None
-        self.roots = PassRoots(exchange)
+        self.roots = PassRoots(exchange, later)
         """The numbers from which passes began."""
         self.renew(learner, models)
 
@@ -86,7 +89,7 @@ class MeanOfRanks:
         self.close()
         self._learner = learner
         self._soundness = SoundnessCheck(
-            lambda own: [row[0] for row in self._exchange("optimizer.step()", own)]
+            lambda own: [row[0] for row in self._exchange("optimizer.step()", own)], self._later
         )
         self._models = [list(model.parameters()) for model in models]
         self._own = set(chain.from_iterable(self._models))
@@ -147,7 +150,7 @@ class MeanOfRanks:
 
     # A pass
 
-    def going(self, run: Callable[[float], None], root: Sequence[Readout], tolerance: float) -> None:
+    def going(self, run: Callable[[float], None], root: Sequence[Number], tolerance: float) -> None:
         """Runs a pass from ``root``, which all ranks have. The gradients that it leaves are this rank's part.
 
         Raises:
@@ -236,7 +239,7 @@ class MeanOfRanks:
         absent = buckets.send_rest()
         try:
             rows = self._exchange_roots(0, absent)
-        except ConfigurationError:
+        except (ConfigurationError, DivergenceError):
             buckets.finish(False)  # the other ranks have sent theirs, too
             raise
         buckets.finish(not any(row[1] for row in rows))
@@ -284,7 +287,7 @@ class MeanOfRanks:
         self,
         found: Sequence[Tensor | None],
         inputs: Sequence[Tensor],
-        root: Sequence[Readout],
+        root: Sequence[Number],
         tolerance: float,
     ) -> None:
         """Sums the gradients of parameters that ``torch.autograd.grad`` has returned. A collective call."""
@@ -375,8 +378,10 @@ class MeanOfRanks:
         self._soundness.check(self._learner, parameters, step, self._are_parts)
 
     def settle(self) -> None:
-        """Checks what was not known yet when it was to be. Waits for the device. A collective call."""
-        self._soundness.settle(self._learner, self._are_parts)
+        """Checks what a late device has computed by now. Waits for it. A collective call."""
+        self._later.settle()
+        self.roots.settle(self._ranks)
+        self._soundness.settle(self._learner)
 
     @property
     def _are_parts(self) -> bool:

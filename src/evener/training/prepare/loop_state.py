@@ -34,17 +34,12 @@ from evener.training.factory import balancer_called
 from evener.training.prepare.batch_tensors import check_at_hand
 from evener.training.prepare.current_batch import CurrentBatch
 from evener.training.prepare.gradient_mean import MeanOfRanks
+from evener.training.prepare.late_checks import LateChecks
 from evener.training.prepare.learner_of_loop import LearnerOfLoop
 from evener.training.prepare.loop_division import LoopDivision
 from evener.training.prepare.model_outputs import Outputs
 from evener.training.prepare.positions import try_first_call
-from evener.training.prepare.rank_checks import (
-    WAITS,
-    check_calls,
-    check_marks,
-    check_strangers,
-    check_updates,
-)
+from evener.training.prepare.rank_checks import WAITS, check_exchange, check_marks
 from evener.training.prepare.replicas import LoopReplicas
 from evener.training.prepare.rng import CommonRandom
 from evener.training.step.exchange import Exchange
@@ -88,7 +83,8 @@ class LoopState:
         self._models = list(models)
         self._control: Exchange = quickest(session)
         self.work_timer = WorkTimer(stopwatch(session.device), learner.settings.throttle, session.rank)
-        self.mean = MeanOfRanks(learner, models, self.exchange)
+        self.later = LateChecks(session, lambda: self.steps)
+        self.mean = MeanOfRanks(learner, models, self.exchange, self.later)
         random.exchange = lambda *numbers: self.exchange("seeding anew", *numbers)
         self.steps = 0
         self._replicas = LoopReplicas()
@@ -179,9 +175,7 @@ class LoopState:
         row = [*own, *values, *[0.0] * (_WIDTH - len(values))]
         with watchdog.explained(), watchdog.phase(what, step=self.steps), waiting():
             rows = self._control.exchange(row).wait()
-        check_calls([int(row[0]) for row in rows])
-        check_updates([row[1] for row in rows], what)
-        check_strangers([row[2] for row in rows])
+        check_exchange(rows, what)
         return [row[3:] for row in rows]
 
     def _watch_outputs(self) -> None:
@@ -239,7 +233,7 @@ class LoopState:
         Raises:
             ConfigurationError: If gradients of this rank's samples alone are left, the ranks have different batches, or
                 a rank had samples in only one of two loaders.
-            DivergenceError: If ranks hold different weights or buffers.
+            DivergenceError: If ranks hold different weights or buffers, or a number of an earlier step is not finite.
         """
         self.mean.check_all_summed("the end of the batch")
         worked = timed.worked if timed is not None and timed.samples else None
@@ -257,6 +251,7 @@ class LoopState:
             share_buffers(self.learner, batch.batch)
         if any(row[4] for row in rows):
             self.learner.graphs.agree(self.session.control.gather_objects)
+        self.later.end_batch()
         return self.data.slowest([row[1] for row in rows])
 
     # The models

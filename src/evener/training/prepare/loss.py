@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -19,13 +20,15 @@ from evener.data.batch import map_leaves
 from evener.data.division import own_slice
 from evener.data.fingerprint import digest_of
 from evener.errors import DivergenceError, LossError
+from evener.training.consistency.replicas import digest
 from evener.training.prepare.gather import gathered
-from evener.training.prepare.global_loss import AllRanks, Parted, agreed, joined, over_of_all
+from evener.training.prepare.global_loss import AllRanks, Parted, agreed, joined, of_all, over_of_all
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.loss_kind import LossKind, rows_in, way_of
 from evener.training.prepare.positions import check_positions, refuse_divided
 from evener.training.prepare.rank_checks import check_marks
 from evener.training.prepare.sample_tensor import WITH_REDUCTION, NotSums, Own, leaves_of, own_of, plain_of
+from evener.training.prepare.zero_loss import silent_if_zero
 from evener.training.step.step import not_finite
 
 
@@ -104,14 +107,15 @@ class OverAll:
         if self._is_trusted:
             return self._of_torchs_own(made)
         course = zlib.crc32(" ".join(joint.names).encode())
-        if stays and course not in self._courses:
+        is_new = course not in self._courses
+        if stays and is_new:
             stays = way_of(self.function, args, kwargs) is way
             self._courses |= {course} if stays else set()
         rows, number = rows_in((args, kwargs)) if way is LossKind.PER_ROW else 0, _first_number(made)
         if way is LossKind.PER_ROW:
             stays &= self._are_samples(rows)
         try:
-            over = over_of_all(self._place, stays, number, rows)
+            over = over_of_all(self._place, stays, number, rows, is_new)
         except Parted:
             return _PARTED
         return _unmarked(made) if way is LossKind.SUMS else plain_of(made) * (rows / over)
@@ -139,7 +143,8 @@ class OverAll:
         with place.random.drawn():
             made = self.function(*of_all[0], **of_all[1])
         number = _first_number(made)
-        over_of_all(place, True, number, 0)
+        over_of_all(place, True, number, 0, _BY_ROWS not in self._courses)
+        self._courses.add(_BY_ROWS)
         self._check_finite(number)
         own = own_slice(shares, place.data.index) if current_batch.samples else slice(0, 1)
         return map_leaves(lambda leaf: leaf[own] if _has_rows(leaf, sum(shares)) else leaf, made)
@@ -150,8 +155,14 @@ class OverAll:
         Raises:
             DivergenceError: If it has a gradient and is not finite.
         """
-        if number is not None and number.requires_grad and not math.isfinite(value := float(number.detach())):
-            raise DivergenceError(not_finite(f"the loss is {value} in step {self._place.steps}"))
+        step = self._place.steps
+
+        def known(values: list[float]) -> None:
+            if not math.isfinite(values[0]):
+                raise DivergenceError(not_finite(f"the loss is {values[0]} in step {step}"))
+
+        if number is not None and number.requires_grad:
+            self._place.later.check(known, plain_of(number).detach())
 
     def _rows_of_ranks(self, given: Any, rows: int) -> list[int]:
         """Returns the number of rows that count of each part of the batch. A collective call.
@@ -163,10 +174,12 @@ class OverAll:
         kinds = [
             (str(leaf.dtype), tuple(leaf.shape[1:])) for leaf in leaves_of(given) if _has_rows(leaf, rows)
         ]
-        others = digest_of([plain_of(leaf) for leaf in leaves_of(given) if not _has_rows(leaf, rows)])
+        others = [plain_of(leaf) for leaf in leaves_of(given) if not _has_rows(leaf, rows)]
+        on_device = [leaf for leaf in others if place.later.is_late(leaf)]
+        of_host = [f"{leaf.dtype} {leaf.shape}" if place.later.is_late(leaf) else leaf for leaf in others]
         fits = bool(rows) and not current_batch.dim and not rows % len(current_batch.micro.samples)
         said = place.session.control.gather_objects(
-            (kinds, others, fits, rows * current_batch.micro.weight, current_batch.agreed)
+            (kinds, digest_of(of_host), fits, rows * current_batch.micro.weight, current_batch.agreed)
         )
         check_marks([each[4] for each in said])
         name = _name(self.function)
@@ -175,8 +188,20 @@ class OverAll:
         if any(each[0] != said[0][0] for each in said):
             raise LossError(_OTHER_SHAPES.format(name=name, shapes=[each[0] for each in said]))
         if any(each[1] != said[0][1] for each in said):
-            raise LossError(_OTHER_VALUES.format(name=name))
+            raise LossError(_OTHER_VALUES.format(name=name, where=""))
+        if on_device:
+            self._compare_later(on_device)
         return [each[3] for each in place.data.of_parts(said)]
+
+    def _compare_later(self, tensors: Sequence[Tensor]) -> None:
+        """Compares tensors of a device that must be the same on all ranks. A collective call."""
+        where = self._place.later.where
+
+        def known(digests: list[float]) -> None:
+            if digests != digests[: len(tensors)] * self._place.world_size:
+                raise LossError(_OTHER_VALUES.format(name=_name(self.function), where=where))
+
+        self._place.later.check(known, of_all(self._place, *map(digest, tensors)))
 
     def __repr__(self) -> str:
         return f"OverAll({self.function!r})"
@@ -195,9 +220,11 @@ _OTHER_SHAPES = (
     "{shapes}. Let all ranks fill up to one length, or give an evener.loss that says its sum and its count"
 )
 _OTHER_VALUES = (
-    "{name} was called with something that is no row of samples and differs between ranks, such as a number counted "
-    "from a rank's own samples: let the function count it from its arguments"
+    "{name} was called{where} with something that is no row of samples and differs between ranks, such as a number "
+    "counted from a rank's own samples: let the function count it from its arguments"
 )
+_BY_ROWS = -1
+"""Stands for the path of a function that is computed from the rows of all ranks."""
 
 
 def is_torchs_own(function: Any) -> bool:
@@ -246,5 +273,7 @@ def global_mean(place: LoopState, value: Tensor, count: float | Tensor) -> Tenso
     """Returns the mean over the terms of all ranks, from this rank's mean over ``count`` terms."""
     if value.dim():
         return joined(place, value.sum(), count)
+    if isinstance(count, Tensor) and place.later.is_late(count):
+        return joined(place, silent_if_zero(value) * count.to(value.dtype), count)
     number = float(count)
     return joined(place, value * number, number)

@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from evener.hardware.async_read import Readout, read_now
+from evener.training.prepare.late_checks import LateChecks, Number
 from evener.training.prepare.rank_checks import UNLIKE, Exchange, check_factors, check_roots, check_trained
 
 
 class PassRoots:
     """The roots of all passes since the last sum of gradients.
 
-    They are read from the device as they are computed, and compared when the sum begins: the device then still goes
-    backward, so that it has work while the host waits for these numbers.
+    They are compared when the sum begins. On a device that runs behind the host, those of the sum before are compared.
 
     Args:
         exchange: Exchanges numbers between all ranks, with a reason.
+        later: Calls for the numbers when they are known.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._roots, self._incoming, self._tolerance = list[Readout](), list[Readout](), 0.0
+    def __init__(self, exchange: Exchange, later: LateChecks) -> None:
+        self._exchange, self._later = exchange, later
+        self._roots, self._incoming, self._tolerance = list[Number](), list[Number](), 0.0
+        self._known = deque[tuple[list[float], float, str]]()
+        """Root, gradient at losses, tolerance and step of sums that are to be compared."""
 
-    def add(self, terms: Sequence[Readout], tolerance: float) -> None:
+    def add(self, terms: Sequence[Number], tolerance: float) -> None:
         """Adds the root of a pass, a sum of ``terms``, that rounding may change by ``tolerance``, relatively."""
         self._roots += terms
         self._tolerance = max(self._tolerance, tolerance)
 
     def came(self, gradient: Tensor) -> None:
         """Adds the gradient that a pass brought to a prepared loss."""
-        self._incoming.append(read_now(gradient))
+        self._incoming.append(self._later.kept(gradient))
 
     def compare(
         self, mask: int, absent: int, models: Sequence[Sequence[nn.Parameter]], ranks: int, mixed: bool
@@ -47,15 +50,28 @@ class PassRoots:
 
         Raises:
             ConfigurationError: If the ranks' roots, factors or trained parameters differ.
+            DivergenceError: If a number of an earlier step is not finite.
         """
         trained = zlib.crc32(bytes(p.requires_grad for model in models for p in model))
-        root, incoming = (sum(each.value() for each in found) for found in (self._roots, self._incoming))
-        tolerance = max(self._tolerance, UNLIKE) if mixed else self._tolerance
+        tolerance, where = max(self._tolerance, UNLIKE) if mixed else self._tolerance, self._later.where
+
+        def known(numbers: list[float]) -> None:
+            self._known.append((numbers, tolerance, where))
+
+        self._later.check(known, sum(self._roots), sum(self._incoming))
         self._roots, self._incoming, self._tolerance = [], [], 0.0
-        rows = self._exchange(
-            "the sum of gradients", float(mask), float(absent), float(trained), root, incoming
-        )
-        check_roots([row[3] for row in rows], tolerance)
-        check_factors([row[4] * ranks for row in rows], tolerance)
+        self._later.turn_in_step()
+        return self._compared(ranks, float(mask), float(absent), float(trained))
+
+    def settle(self, ranks: int) -> None:
+        """Compares what is known since the last sum. A collective call, if there is any."""
+        while self._known:
+            self._compared(ranks, 0.0, 0.0, 0.0)
+
+    def _compared(self, ranks: int, *others: float) -> list[list[float]]:
+        numbers, tolerance, where = self._known.popleft() if self._known else ([0.0, 0.0], 0.0, "")
+        rows = self._exchange("the sum of gradients", *others, *numbers)
+        check_roots([row[3] for row in rows], tolerance, where)
+        check_factors([row[4] * ranks for row in rows], tolerance, where)
         check_trained([row[2] for row in rows])
         return rows

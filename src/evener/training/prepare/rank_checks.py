@@ -49,6 +49,17 @@ def check_calls(calls: list[int]) -> None:
         )
 
 
+def check_exchange(rows: Sequence[Sequence[float]], what: str) -> None:
+    """Checks what each exchange begins with: the call, the number of updates, and the result of :func:`folded`.
+
+    Raises:
+        ConfigurationError: If it differs between the ranks.
+    """
+    check_calls([int(row[0]) for row in rows])
+    check_updates([row[1] for row in rows], what)
+    check_strangers([row[2] for row in rows])
+
+
 def check_trained(sums: Sequence[float]) -> None:
     """Checks that the ranks train the same parameters.
 
@@ -123,8 +134,8 @@ def _ranks_that_differ(numbers: Sequence[float]) -> tuple[int, int] | None:
     return next(((ranks[0], rank) for rank in ranks if numbers[rank] != numbers[ranks[0]]), None)
 
 
-def check_roots(roots: Sequence[float], tolerance: float) -> None:
-    """Checks the numbers on which the ranks called ``backward``.
+def check_roots(roots: Sequence[float], tolerance: float, where: str = "") -> None:
+    """Checks the numbers on which the ranks called ``backward``. ``where`` says in which step.
 
     Raises:
         ConfigurationError: If they differ.
@@ -132,15 +143,15 @@ def check_roots(roots: Sequence[float], tolerance: float) -> None:
     other = _other(roots, tolerance)
     if other:
         raise ConfigurationError(
-            f"backward was called on {roots[0]:.9g} on rank 0 and on {roots[other]:.9g} on rank {other}, and goes with "
-            "the number of the whole batch, which is the same on all ranks: a term, a factor or a divisor depends on "
-            f"samples and went through no prepared loss. {WAY_OUT}. A sum over the samples of all ranks is divided by "
-            "evener.batch_size(), not by len(x)"
+            f"backward was called on {roots[0]:.9g} on rank 0 and on {roots[other]:.9g} on rank {other}{where}, and "
+            "goes with the number of the whole batch, which is the same on all ranks: a term, a factor or a divisor "
+            f"depends on samples and went through no prepared loss. {WAY_OUT}. A sum over the samples of all ranks is "
+            "divided by evener.batch_size(), not by len(x)"
         )
 
 
-def check_factors(factors: Sequence[float], tolerance: float) -> None:
-    """Checks the gradients that reached prepared losses, summed on each rank.
+def check_factors(factors: Sequence[float], tolerance: float, where: str = "") -> None:
+    """Checks the gradients that reached prepared losses, summed on each rank. ``where`` says in which step.
 
     Raises:
         ConfigurationError: If they differ, because a rank multiplied a loss by a number of its own.
@@ -148,8 +159,8 @@ def check_factors(factors: Sequence[float], tolerance: float) -> None:
     other = _other(factors, tolerance)
     if other:
         raise ConfigurationError(
-            f"prepared losses count {factors[0]:.9g} times on rank 0 and {factors[other]:.9g} times on rank {other}: "
-            f"what a loss is multiplied by depends on a rank's own samples. {WAY_OUT}"
+            f"prepared losses count {factors[0]:.9g} times on rank 0 and {factors[other]:.9g} times on rank {other}"
+            f"{where}: what a loss is multiplied by depends on a rank's own samples. {WAY_OUT}"
         )
 
 

@@ -1,8 +1,8 @@
 """The check that gradients are finite before an update.
 
-A device that runs behind the host has not computed them when the update is queued. There the check reads what was found
-of the update before, so that the host waits for nothing. A weight that is no number makes the next loss one, so that a
-run does not go on from it in any case.
+A device that runs behind the host has not computed them when the update is queued. There it is told of an update with
+the next, so that the host waits for nothing. A weight that is no number makes the next loss one, so that a run does not
+go on from it in any case.
 """
 
 from __future__ import annotations
@@ -11,15 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from evener.distributed.session import Session
 from evener.errors import DivergenceError
-from evener.hardware.async_read import Readout, is_late, read
 from evener.strategies.learner import Learner
-
-
-def runs_behind(session: Session) -> bool:
-    """Returns True if this rank's device runs behind the host, so that numbers of a step are known after its end."""
-    return is_late(session.device) and not session.mixed
+from evener.training.prepare.late_checks import LateChecks
 
 
 class SoundnessCheck:
@@ -29,9 +23,11 @@ class SoundnessCheck:
         over_ranks: Returns the number of each rank, for that of this one. A collective call.
     """
 
-    def __init__(self, over_ranks: Callable[[float], Sequence[float]]) -> None:
-        self._over_ranks = over_ranks
-        self._unread: tuple[int, list[Readout]] | None = None
+    def __init__(self, over_ranks: Callable[[float], Sequence[float]], later: LateChecks) -> None:
+        self._over_ranks, self._later = over_ranks, later.apart()
+        self._found: tuple[int, str | None] = (0, None)
+        """An update that the ranks have not compared yet, and the name of a gradient that is not finite, or None."""
+        self._is_open = False
 
     def check(self, learner: Learner, parameters: Iterable[nn.Parameter], step: int, divided: bool) -> None:
         """Checks the gradients before the update of step ``step``, or on a late device those before.
@@ -42,28 +38,37 @@ class SoundnessCheck:
         Raises:
             DivergenceError: If one is not finite, on all ranks alike.
         """
+
+        def known(places: list[float]) -> None:
+            name = learner.unsound.name_of(places)
+            if not divided:
+                self._judge(step, name)
+            elif self._found[1] is None:
+                self._found = step, name
+
         learner.look_at(p for p in parameters if p in learner.names)
-        if not runs_behind(learner.session):
-            self._judge(learner, learner.unsound.name(), step, divided)
-            return
-        before = self._unread
-        self._unread = step, [read(place.tensor) for place in learner.unsound.found]
+        found = [place.tensor for place in learner.unsound.found]
         learner.unsound.found.clear()
-        number, found = before or (step, [])
-        self._judge(learner, learner.unsound.name_of(found), number, divided)
-
-    def settle(self, learner: Learner, divided: bool) -> None:
-        """Checks the last update, too. Waits for the device."""
-        number, found = self._unread or (0, [])
-        self._unread = None
-        if found:
-            self._judge(learner, learner.unsound.name_of(found), number, divided)
-
-    def _judge(self, learner: Learner, name: str | None, step: int, divided: bool) -> None:
+        self._later.check(known, *found)
+        self._later.turn()
+        self._is_open = divided and learner.session.runs_behind
         if divided:
-            own = float(1 + learner.names_in_order.index(name)) if name else 0.0
-            worst = int(max(self._over_ranks(own)))
-            name = learner.names_in_order[worst - 1] if worst else None
+            self._compare(learner)
+
+    def settle(self, learner: Learner) -> None:
+        """Checks the last update, too. Waits for the device. A collective call."""
+        self._later.settle()
+        if self._is_open:
+            self._is_open = False
+            self._compare(learner)
+
+    def _compare(self, learner: Learner) -> None:
+        (step, name), self._found = self._found, (self._found[0], None)
+        own = float(1 + learner.names_in_order.index(name)) if name else 0.0
+        worst = int(max(self._over_ranks(own)))
+        self._judge(step, learner.names_in_order[worst - 1] if worst else None)
+
+    def _judge(self, step: int, name: str | None) -> None:
         if name is not None:
             raise DivergenceError(
                 f"the gradient of {name} is not finite before the update of step {step}: the run stops here. Try a "

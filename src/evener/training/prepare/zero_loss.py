@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from evener.hardware.async_read import is_late
+
 
 def silent(total: Tensor) -> Tensor:
     """Returns zero. Its backward pass sends zeros through the graph behind ``total``, if there is one."""
@@ -32,6 +34,34 @@ def silence_of(outputs: Sequence[Tensor]) -> Tensor:
     """Returns zero, with zeros as the gradients for ``outputs``."""
     made: Tensor = _Silent.apply(*outputs)  # type: ignore[no-untyped-call]
     return made
+
+
+def silent_if_zero(value: Tensor) -> Tensor:
+    """Returns ``value``, whose backward pass sends zero on as zero through the numbers that it was computed from.
+
+    For a mean over terms that a device counts: over none it is 0 / 0, and so is its gradient. Only numbers are looked
+    at: what has a row for each sample is what it is on one device.
+    """
+    if value.grad_fn is not None:
+        _watch(value.grad_fn)
+    return value
+
+
+def _watch(node: Any) -> None:
+    behind = [each for each, _ in node.next_functions]
+    if not behind or isinstance(node, BackwardCFunction):
+        return
+
+    def hook(gradients: Sequence[Any], came: Sequence[Any]) -> Any:
+        for each, gradient in zip(behind, gradients, strict=False):
+            if each is not None and gradient is not None and not gradient.dim():
+                _watch(each)
+        behind.clear()  # a graph may be gone through again
+        return (
+            _zeros_of_zeros(gradients, came) if all(each is None or not each.dim() for each in came) else None
+        )
+
+    node.register_hook(hook)
 
 
 def _nodes_behind(total: Tensor) -> Iterator[Any]:
@@ -50,7 +80,13 @@ def _nodes_behind(total: Tensor) -> Iterator[Any]:
 
 def _zeros_of_zeros(gradients: Sequence[Any], came: Sequence[Any]) -> tuple[Any, ...] | None:
     """Node hook that returns zeros if only zeros came in. Returns None, no change, if another loss came in too."""
-    if any(each is not None and bool(each.any()) for each in came):
+    given = [each for each in came if each is not None]
+    if given and is_late(given[0].device):
+        nothing = ~torch.stack([each.any() for each in given]).any()
+        return tuple(
+            each if each is None or each.is_sparse else each.masked_fill(nothing, 0) for each in gradients
+        )
+    if any(map(bool, (each.any() for each in given))):
         return None
     return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
 

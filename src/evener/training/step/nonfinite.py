@@ -26,7 +26,6 @@ from typing import Any
 from evener.core.observer import Observers
 from evener.core.records import Note, SkippedStep
 from evener.errors import DivergenceError
-from evener.hardware.async_read import is_late
 from evener.strategies.learner import Learner
 from evener.training.step.step import Step
 
@@ -45,7 +44,7 @@ class NonFinitePolicy:
     def __init__(self, policy: str, learner: Learner, observers: Observers) -> None:
         self._policy, self._learner, self._observers = policy, learner, observers
         learner.may_leave_out |= policy == "skip" or learner.scale is not None
-        self._late = is_late(learner.session.device) and not learner.session.mixed
+        self._late = learner.session.runs_behind
         self.skipped = 0
         """Number of skipped steps."""
         self._in_a_row = 0
