@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from evener.errors import EvenerError
     from evener.tools.estimate import MemoryEstimate, estimate_memory
     from evener.tools.plan import TrainingPlan, make_plan
-    from evener.tools.verify import Verification, verify
+    from evener.tools.verify import BitsVerification, Verification, verify, verify_bits
     from evener.tools.verify_script import ScriptVerification, verify_script
     from evener.training.engine import Engine
     from evener.training.fit import fit
@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Average",
     "Batch",
+    "BitsVerification",
     "Callback",
     "Engine",
     "EvenerError",
@@ -111,6 +112,7 @@ __all__ = [
     "save",
     "swa",
     "verify",
+    "verify_bits",
     "verify_script",
     "world_size",
 ]
@@ -120,6 +122,7 @@ _HOMES = {
     "ema": "core.task.average",
     "swa": "core.task.average",
     "Batch": "data.batch",
+    "BitsVerification": "tools.verify",
     "Engine": "training.engine",
     "EvenerError": "errors",
     "Loss": "core.losses",
@@ -161,6 +164,7 @@ _HOMES = {
     "rank": "training.prepare.helpers",
     "save": "training.prepare.checkpoint",
     "verify": "tools.verify",
+    "verify_bits": "tools.verify",
     "verify_script": "tools.verify_script",
     "world_size": "training.prepare.helpers",
 }

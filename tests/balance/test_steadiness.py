@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import statistics
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 
 from evener.balance.base import Balancer, Equal
 from evener.balance.by_speed import BySpeed
+from evener.core.config.exact_bits import ExactBits
+from evener.data.grains import in_whole_blocks, padded
 from tests.balance.simulator import Rank, slow_between
 from tests.balance.weather import BUSY, CALM, STORM, USUAL, Weather, best, lived
 from tests.tiers import ALWAYS, NIGHTLY, crossed
@@ -107,3 +111,21 @@ def test_a_busy_host_moves_nothing() -> None:
         found = [decision for decision in auto.decisions if 100 <= decision.step < 240]
         assert not [decision for decision in found if "became" in decision.reason]
         assert all(max(decision.new_shares) < 110 for decision in found)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_shares_in_whole_blocks_are_learned_and_stay(times: int) -> None:
+    """The balancer is asked for whole blocks, and learns from the shares of a batch whose last block is smaller."""
+    bits, size, draws = ExactBits(4), 62, random.Random(0)
+    ranks, auto, found = (USUAL_RANK, slower(times)), BySpeed(2, share_multiple_of=bits.block), []
+
+    def seconds(shares: Sequence[int]) -> list[float]:
+        return [rank.seconds(0, n) for rank, n in zip(ranks, shares, strict=True)]
+
+    for step in range(400):
+        shares = in_whole_blocks(bits, size, auto.shares(step, padded(bits, size)))
+        auto.observe(step, shares, [time * draws.gauss(1, 0.02) for time in seconds(shares)])
+        found.append(max(seconds(shares)))
+    optimum = min(max(seconds((first, size - first))) for first in (*range(0, size, bits.block), size))
+    assert statistics.mean(found[100:]) <= 1.02 * optimum
+    assert len(auto.decisions) <= 3

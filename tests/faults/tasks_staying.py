@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from evener.core.task.task import Task
 from evener.distributed.environment import detect
 from evener.distributed.restart_count import generation
+from evener.nn.context import current
 from tests.faults import tasks
 
 DEATHS = {"forward": 1, "backward": 0, "update": 2, "raise": 1, "evaluation": 0, "first update": 0}
@@ -86,6 +87,27 @@ def dies_twice() -> Task:
     if detect().rank == 1 and generation() == 1:
         die()
     return holds()
+
+
+class DiesInStep(nn.Module):
+    """As ``Holds``, without buffers: knows the step by the scope."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scope = current()
+        step = scope.step if scope is not None and self.training else None
+        if step == STEPS["forward"] and dies("forward"):
+            die()
+        if step == STEPS["backward"] and dies("backward"):
+            x.register_hook(lambda _: die())
+        return x
+
+
+def grains() -> Task:
+    """For runs that are exact in bits."""
+    layers = lambda: nn.Sequential(nn.Linear(6, 8), DiesInStep(), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 3))  # noqa: E731
+    return tasks.task(
+        model=layers, optimizer=lambda parameters: Adam(parameters, lr=0.02), batch_size=12, epochs=5
+    )
 
 
 with torch.random.fork_rng():

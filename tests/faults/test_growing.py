@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from benchmarks.namespaces import Hosts, NoNamespacesError, Program
 from torch import Tensor
 
@@ -160,6 +161,23 @@ def test_machines_come_and_go(rehearsal: Rehearsal, expected: dict[str, Tensor])
     notes = rehearsal.notes
     assert [note for note in notes if note.endswith((" comes", " come"))]
     assert [note for note in notes if "leaves with rank" in note and note.endswith("on SIGTERM")]
+
+
+def test_a_machine_that_joins_leaves_the_bits(rehearsal: Rehearsal) -> None:
+    exact = ("--exact", "bits", "--grain", "8")
+    first = rehearsal.machine(*exact)
+    rehearsal.goes_on(1)
+    second = rehearsal.machine(*exact)
+    rehearsal.goes_on(2)
+    rehearsal.hurry()
+    assert [program.status for program in ended(first, second)] == [0, 0]
+    shares = {len(step["shares"]) for step in rehearsal.records("step")}
+    assert shares == {1, 2}
+    one = fit(
+        tasks_growing.grows, device="cpu", processes=1, dtype="float64", exact="bits", grain=8, show=False
+    )
+    found = read_weights(rehearsal.run)
+    assert all(torch.equal(found[name], weight) for name, weight in one.weights.items())
 
 
 @pytest.mark.parametrize("moment", ["it waits", "its rank starts"])

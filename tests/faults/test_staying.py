@@ -54,11 +54,11 @@ def homes(tmp_path: Path) -> tuple[Path, Path]:
     return whole, home
 
 
-def undisturbed(home: str, task: str) -> RunSummary:
+def undisturbed(home: str, task: str, **settings: Any) -> RunSummary:
     """On a rank that is up already."""
     os.environ["EVENER__TESTS_FAULT"] = home
     run = Path(home) / "run"
-    return fit(getattr(tasks_staying, task), device="cpu", run_dir=run, show=False).summary
+    return fit(getattr(tasks_staying, task), device="cpu", run_dir=run, show=False, **settings).summary
 
 
 PLACES = ("forward", "backward", "update", "raise", "evaluation")
@@ -88,6 +88,23 @@ def test_deaths_at_every_place_leave_no_trace(
     notes = [note["words"] for note in records(home, "note")]
     assert [int(note.split()[4]) for note in notes] == [3, 6, 10, 12, 16]
     assert not [note for note in notes if "begin anew" in note]
+
+
+@pytest.mark.slow
+def test_deaths_leave_the_bits_of_a_run_on_one_rank(
+    homes: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole, home = homes
+    exact: dict[str, Any] = {"exact": "bits", "grain": 2}
+    monkeypatch.setenv("EVENER__TESTS_FAULT", str(whole))
+    expected = undisturbed(str(whole), "grains", processes=1, **exact)
+    for place in PLACES[:3]:
+        (home / place).touch()
+    found = train(home, "grains", monkeypatch, balance="tests.balancers:Random", **exact)
+    assert capfd.readouterr().err.count("the others stay, with what they hold in memory") == 3
+    assert (found.weights_digest, found.metrics) == (expected.weights_digest, expected.metrics)
+    steps, whole_steps = (records(each, "step") for each in (home, whole))
+    assert [step["loss"] for step in steps] == [step["loss"] for step in whole_steps]
 
 
 @pytest.mark.parametrize(

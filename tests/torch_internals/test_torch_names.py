@@ -73,6 +73,18 @@ def test_the_largest_of_many_tensors_are_known() -> None:
         assert found[2] == 2
 
 
+def test_many_tensors_are_changed_in_one_call() -> None:
+    with borrowed("foreach") as many:
+        found, narrow = [torch.ones(2, dtype=torch.float64), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
+        many.add_each(found, [2.0, 3.0])
+        many.add_each(found, [each.clone() for each in found])
+        many.subtract_each(found, [1.0, 2.0])
+        many.copy_each(narrow, found)
+        assert [each.tolist() for each in narrow] == [[5.0, 5.0], [4.0, 4.0, 4.0]]
+        for function in (many.add_each, many.subtract_each, many.copy_each):
+            function([], [])
+
+
 def test_hooks_on_accumulated_gradients_are_known() -> None:
     with borrowed("autograd") as names:
         weight = torch.ones(2, requires_grad=True)

@@ -10,7 +10,7 @@ from evener.cli.parsing import CommandHelp, Parser, place
 from evener.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from evener.tools.verify import Verification
+    from evener.tools.verify import BitsVerification, Verification
     from evener.tools.verify.replay import ReplayedRun
     from evener.tools.verify_script import ScriptVerification
 
@@ -38,6 +38,7 @@ SETTINGS = (
     "offload",
     "offload_to",
     "optimizer_state",
+    *("exact", "grain", "block"),
     "batch_norm",
     "fused_optimizer",
     "update_in_backward",
@@ -81,6 +82,7 @@ HELP = CommandHelp(
         "evener verify loop.py --processes 2 --shares 3,1 -- --epochs 1",
         "evener verify digits --processes 3",
         "evener verify mytask:task --shares 3,1 --steps 20 --json verified.json",
+        "evener verify digits --bits --processes 3",
         "evener verify --replay runs/asynchronous",
     ),
 )
@@ -100,6 +102,15 @@ def fill(parser: Parser) -> None:
     )
     parser.option(
         "output",
+        "--bits",
+        action="store_true",
+        help="compare the bits of runs with exact=bits",
+        full="train with --exact bits on one rank and on several, with shares drawn in every step, over several "
+        "all-reduces and sizes of buckets and after a resume on another number of ranks, and compare the sha256 of all "
+        "weights",
+    )
+    parser.option(
+        "output",
         "--replay",
         type=place,
         metavar="RUN",
@@ -116,6 +127,8 @@ def execute(arguments: argparse.Namespace) -> int:
     """Compares both trainings and prints the result. Returns exit status 1 if the weights differ."""
     if arguments.replay is not None:
         return execute_replay(arguments)
+    if arguments.bits:
+        return execute_bits(arguments)
     if arguments.task.endswith(".py"):
         return execute_script(arguments)
     if arguments.script_arguments:
@@ -146,6 +159,7 @@ def execute_replay(arguments: argparse.Namespace) -> int:
     """Repeats an asynchronous run and prints the result. Returns exit status 1 if the weights differ."""
     given = options.said(arguments, *SETTINGS, "tolerance")
     strange = [option for option, value in given.items() if value is not None]
+    strange += ["--bits"] if arguments.bits else []
     if strange or arguments.script_arguments:
         raise ConfigurationError(
             f"{(strange or ['--'])[0]} does not go with --replay: how the run was made is in its directory"
@@ -161,6 +175,46 @@ def execute_replay(arguments: argparse.Namespace) -> int:
         write_json(arguments.json, dataclasses.asdict(result))
     print(text_of_replay(result), flush=True)
     return 0 if result.passed else 1
+
+
+def execute_bits(arguments: argparse.Namespace) -> int:
+    """Compares the bits of several divisions and prints them. Returns exit status 1 if they differ."""
+    if arguments.task.endswith(".py") or arguments.script_arguments or arguments.tolerance is not None:
+        raise ConfigurationError(
+            "--bits compares the bits of a TASK, without --tolerance: a script divides its batches itself"
+        )
+    arguments.exact = "bits"
+    config = options.config_of(arguments)
+    options.find_modules_here()
+    import dataclasses
+
+    from evener.files import write_json
+    from evener.tools.verify import verify_bits
+
+    result = verify_bits(arguments.task, config, options=options.task_options_of(arguments))
+    if arguments.json is not None:
+        write_json(arguments.json, dataclasses.asdict(result))
+    print(text_of_bits(result), flush=True)
+    return 0 if result.passed else 1
+
+
+def text_of_bits(result: BitsVerification) -> str:
+    """Formats the comparison of bits: the verdict, and one line for each division."""
+    verdict = (
+        f"PASS: the same bits in {len(result.divisions)} divisions, sha256 {result.digest}"
+        if result.passed
+        else f"FAIL: not the same bits. {result.difference}"
+    )
+    lines = [verdict, "", "weights           optimizer         division"]
+    lines += [
+        f"{digest[:16]}  {result.optimizers[words][:16]}  {words}"
+        for words, digest in result.divisions.items()
+    ]
+    lines += [
+        f"{result.task}: {result.steps} steps of {result.batch_size} samples, strategy {result.strategy}; "
+        f"{result.about}"
+    ]
+    return "\n".join(lines)
 
 
 def text_of_replay(result: ReplayedRun) -> str:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from evener.components.exact_sum.norm import exact_norm
 from evener.components.gradients import values, with_gradient
 from evener.components.sharded_tensor.local import off_host
 from evener.components.sharded_tensor.shard_spec import by_axes
@@ -19,16 +20,23 @@ Summed = Callable[[Tensor], Tensor]
 
 
 def clip(
-    parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh, summed: Summed | None = None
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    mesh: Mesh,
+    summed: Summed | None = None,
+    exact: bool = False,
 ) -> Tensor:
     """Clips the gradients: scales them so that their total 2-norm, with divided gradients counted whole, is at most
     ``max_norm``. All ranks must call this together if some are divided.
 
     Works like ``torch.nn.utils.clip_grad_norm_``, but also for sparse gradients and those of shards. Returns the norm
     before clipping.
+
+    Args:
+        exact: Whether the norm must have the same bits on any division of the parameters.
     """
     given = list(parameters)
-    found = norm_over(given, mesh, summed)
+    found = exact_norm(given, mesh) if exact else norm_over(given, mesh, summed)
     factor = (max_norm / (found + 1e-6)).clamp(max=1.0)
     for value in map(values, with_gradient(given)):
         value.mul_(factor.to(value.device))
@@ -40,10 +48,11 @@ class Clipping:
 
     Args:
         max_norm: The maximum norm. None disables clipping.
+        exact: Whether the norm must have the same bits on any division of the parameters.
     """
 
-    def __init__(self, max_norm: float | None) -> None:
-        self._max_norm = max_norm
+    def __init__(self, max_norm: float | None, exact: bool = False) -> None:
+        self._max_norm, self._exact = max_norm, exact
         self.measures = max_norm is not None
         """True if the norm is computed. Set it to True to get the norm without clipping."""
         self.norm: Tensor | None = None
@@ -54,9 +63,11 @@ class Clipping:
 
     def __call__(self, parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
         if self._max_norm is not None:
-            self.norm = clip(parameters, self._max_norm, mesh, self.summed)
+            self.norm = clip(parameters, self._max_norm, mesh, self.summed, self._exact)
         elif self.measures:
-            self.norm = norm_over(parameters, mesh, self.summed)
+            self.norm = (
+                exact_norm(parameters, mesh) if self._exact else norm_over(parameters, mesh, self.summed)
+            )
 
 
 def norm_over(parameters: Iterable[nn.Parameter], mesh: Mesh, summed: Summed | None = None) -> Tensor:

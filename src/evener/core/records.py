@@ -248,6 +248,8 @@ class RunSummary:
     """Description of the fused optimizer updates; empty if none were fused."""
     optimizer_state: str = ""
     """Description of the low-bit optimizer state; empty if it was not used."""
+    exact: str = ""
+    """Description of what the bits of the weights depend on, if they are the same on any division; else empty."""
     batch_norm: str = ""
     """Description of the BatchNorm statistics, if they were not taken over the samples of all ranks."""
     updates: str = ""

@@ -9,12 +9,14 @@ no special case.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from evener.data.audits import AuditedBlock
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,12 @@ class MicroBatch:
     """int64 ``(n,)``: ids of the samples in the data set, always on the CPU."""
     weight: int = 1
     """0 for a placeholder, which must not affect the result; else 1."""
+    ends_block: bool = True
+    """False for a grain that is not the last one of its block, in a run that is exact in bits."""
+    position: int | None = None
+    """The position in the epoch of the first sample of a grain, in a run that is exact in bits; else None."""
+    audit: int | None = None
+    """The number of the grain's block in its batch if another rank computes it too, to compare; else None."""
     sequence: Any = None
     """An :class:`evener.nn.sequence_layout.DividedSequence` if the sequences are divided over ranks, else None."""
 
@@ -77,7 +85,7 @@ class Batch:
     shares: tuple[int, ...]
     """The number of samples of each rank. They add up to ``size``."""
     micro_batches: list[MicroBatch]
-    """This rank's micro-batches: at least one, and the same number on every rank."""
+    """This rank's micro-batches: at least one, and the same number on every rank, unless the run is exact in bits."""
     last: bool
     """True for the last batch of its epoch."""
     skipped: tuple[Skipped, ...] = ()
@@ -86,6 +94,10 @@ class Batch:
     """The batch in host memory that this one was copied from; None if it was not copied."""
     costs: tuple[float, ...] = ()
     """The cost of each rank's samples, by ``Task.cost``; empty if the task gives no costs."""
+    audited: tuple[AuditedBlock, ...] = ()
+    """The blocks that two ranks compute, alike on all ranks."""
+    audits: Sequence[MicroBatch] = ()
+    """The grains of other ranks' blocks that this rank computes to compare; they count for nothing."""
 
     @property
     def first_part(self) -> int:
@@ -121,7 +133,9 @@ class Batch:
 
     def map(self, function: Callable[[Any], Any]) -> Batch:
         """Returns a copy with ``function`` applied to every leaf of all micro-batches."""
-        return dataclasses.replace(self, micro_batches=[part.map(function) for part in self.micro_batches])
+        micro_batches = [part.map(function) for part in self.micro_batches]
+        audits = [part.map(function) for part in self.audits]
+        return dataclasses.replace(self, micro_batches=micro_batches, audits=audits)
 
 
 def move(leaf: Any, device: torch.device | str, non_blocking: bool = False) -> Any:

@@ -7,12 +7,13 @@ Every rank makes the same plans, except for its own sample ids, and needs no com
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from evener.data.audits import AuditedBlock
 from evener.data.batch import Batch, MicroBatch, Skipped
 from evener.data.costs import CostDivision
 from evener.data.division import Table, by_weights, check_shares, divide
@@ -84,6 +85,17 @@ class BatchPlanner:
         """
         return _reads(ids, self.table(len(ids), shares), self.rank)
 
+    def audits(
+        self, ids: Ids, shares: tuple[int, ...], place: tuple[int, int]
+    ) -> tuple[tuple[AuditedBlock, ...], list[Ids]]:
+        """Returns the blocks that two ranks compute, and the samples of each grain that this rank computes to compare.
+
+        Args:
+            ids: The samples of the global batch.
+            place: Its epoch, and its position there.
+        """
+        return (), []
+
 
 @lru_cache(maxsize=64)
 def _checked(shares: tuple[int, ...], size: int, world_size: int) -> tuple[int, ...]:
@@ -112,14 +124,26 @@ class BatchPlan:
     """The number added to the sample ids, so that samples of different ranks' own data sets have different ids."""
     costs: tuple[float, ...] = ()
     """The cost of each rank's samples; empty if the task gives no costs."""
+    audited: tuple[AuditedBlock, ...] = ()
+    audit_reads: list[Ids] = field(default_factory=list)
+    """See :meth:`BatchPlanner.audits`."""
+
+    @property
+    def all_reads(self) -> list[Ids]:
+        """The sample ids to read, those of audits at the end."""
+        return [*(ids for ids, _ in self.reads), *self.audit_reads]
 
     def batch(self, values: list[Fetched]) -> Batch:
-        """Builds the batch from the values that were read for ``reads``, one for each micro-batch."""
-        pairs = list(zip(values, self.reads, strict=True))
+        """Builds the batch from the values that were read for ``all_reads``, one for each micro-batch."""
+        own = len(self.reads)
+        pairs = list(zip(values[:own], self.reads, strict=True))
+        read_again = zip(values[own:], self.audit_reads, strict=True)
+        audits = [self._micro_batch(value, ids, 1) for value, ids in read_again]
         micro_batches = [self._micro_batch(value, ids, weight) for value, (ids, weight) in pairs]
         skipped = self._skipped(pairs) if any(value.skipped for value in values) else ()
         place = (self.epoch, self.index, self.position, self.size, self.shares)
-        return Batch(*place, micro_batches, self.last, skipped, costs=self.costs)
+        more = (None, self.costs, self.audited, audits)
+        return Batch(*place, micro_batches, self.last, skipped, *more)
 
     def _skipped(self, pairs: list[tuple[Fetched, tuple[Ids, int]]]) -> tuple[Skipped, ...]:
         return tuple(
@@ -153,7 +177,8 @@ def plans(
             shares, reads, costs = cut.divided(step, ids, epoch * order.size + begin)
             index = begin // cut.batch_size
             last = end == order.size
-            yield BatchPlan(epoch, index, begin, end - begin, shares, last, reads, costs=costs)
+            audits = cut.audits(ids, shares, (epoch, begin))
+            yield BatchPlan(epoch, index, begin, end - begin, shares, last, reads, 0, costs, *audits)
             step += 1
 
 

@@ -47,10 +47,12 @@ from evener.data.collate import Collate, preview
 from evener.data.division import by_weights
 from evener.data.fetch import Fetched, failure, join
 from evener.data.fingerprint import digest_of
+from evener.data.grains import GrainPlanner, requests_of
 from evener.data.sampler import Ids
 from evener.data.stream_state import RecentStates, StreamState, WholeStream, copied
 from evener.data.workers import Workers
 from evener.errors import DataError
+from evener.hardware.generators import seeded
 
 Agree = Callable[[int], Sequence[int]]
 """``agree(local_size)`` returns the ``local_size`` of every rank, by rank. All ranks must call it together."""
@@ -129,14 +131,20 @@ class StreamBatches:
         self._dataset, self._cut, self._agree, self._workers = dataset, cut, agree, workers
         self._collate, self._name, self._tell = collate, name, tell
         self._resume, self._compared = resume, cut.world_size == 1
-        self._divided = divides_itself(dataset)
+        self._divided, self._seed = divides_itself(dataset), 0
         self.states = RecentStates()
 
-    def batches(self, epochs: int, start: tuple[int, int], first_step: int) -> Generator[Batch, None, None]:
+    def batches(
+        self, epochs: int, start: tuple[int, int], first_step: int, seed: int = 0
+    ) -> Generator[Batch, None, None]:
         """Yields all batches from ``start`` on. Reads one batch ahead, to know the last one of each epoch.
 
         All ranks must call this together, because they agree on the size of each batch.
+
+        Args:
+            seed: The seed of random collation, if batches are cut into grains.
         """
+        self._seed = seed
         step, read = first_step, self._epoch_of_parts if self._divided else self._epoch
         for epoch in range(start[0], epochs):
             position = start[1] if epoch == start[0] else 0
@@ -159,15 +167,27 @@ class StreamBatches:
                 if not taken:
                     return
                 shares = cut.draw(step, len(taken))
-                reads = cut.reads(np.arange(position, position + len(taken)), shares, 0)
-                parts = [[taken[number - position] for number in ids.tolist()] for ids, _ in reads]
-                values = [self._joined(part, ids) for part, (ids, _) in zip(parts, reads, strict=True)]
+                ids = np.arange(position, position + len(taken))
+                reads, audits = cut.reads(ids, shares, 0), cut.audits(ids, shares, (epoch, position))
                 index = position // cut.batch_size
-                plan = BatchPlan(epoch, index, position, len(taken), shares, False, reads)
+                plan = BatchPlan(epoch, index, position, len(taken), shares, False, reads, 0, (), *audits)
+                parts = [[taken[number - position] for number in ids.tolist()] for ids in plan.all_reads]
+                values = self._values(parts, plan)
                 self.states.made((epoch, position))
                 del taken, parts
-                yield plan.batch(values)
+                batch = plan.batch(values)
+                yield cut.marked(batch) if isinstance(cut, GrainPlanner) else batch
                 position, step = position + plan.size, step + 1
+
+    def _values(self, parts: list[list[Any]], plan: BatchPlan) -> list[Fetched]:
+        """Collates the items of each micro-batch; those of a grain with random numbers of its own."""
+        if not isinstance(self._cut, GrainPlanner):
+            return [self._joined(part, ids) for part, (ids, _) in zip(parts, plan.reads, strict=True)]
+        values = []
+        for part, (ids, seed) in zip(parts, requests_of(plan, self._cut, self._seed), strict=True):
+            with seeded(seed):
+                values.append(self._joined(part, ids))
+        return values
 
     def _check_same(self, taken: list[Any], position: int) -> None:
         """Compares the number of items that the ranks found, and once the first item. A collective call.
@@ -189,6 +209,11 @@ class StreamBatches:
         if not self._compared:
             self._compared = True
             digests = self._agree(int(_digest(taken[0])[:_DIGITS] or "0", 16)) if taken else [0]
+            if len(set(digests)) > 1 and isinstance(self._cut, GrainPlanner):
+                raise DataError(
+                    f"the first sample of the {self._name} is not the same on all ranks, and exact=bits cuts one "
+                    "stream by position: give every rank the same stream, and seed what is random in it"
+                )
             if len(set(digests)) > 1:
                 self._tell(
                     f"the first sample of the {self._name} is not the same on all ranks. If it is random, all is well; "

@@ -13,7 +13,7 @@ on every rank. New shares may take effect at ``step + lookahead + 1``, a batch t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice, tee
@@ -22,23 +22,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
+from evener.core.config.exact_bits import ExactBits
 from evener.data.batch import Batch, MicroBatch
 from evener.data.batch_plan import BatchPlan, BatchPlanner, Shares, equal_shares, plans
 from evener.data.collate import Collate
 from evener.data.costs import CostDivision
 from evener.data.fetch import Fetch
-from evener.data.iterable import Agree, StreamBatches
+from evener.data.grains import GrainFetch, GrainPlanner, requests_of
+from evener.data.iterable import Agree, StreamBatches, divides_itself
 from evener.data.local_shards import LocalShards, part_plans
 from evener.data.prefetch import Batches, Convert, Delivery, cut_to, delivery_to, serial_delivery_to
 from evener.data.rounds import RoundBatch, RoundPlanner, Rounds
-from evener.data.sampler import Ids, ListedOrder, Order
+from evener.data.sampler import ListedOrder, Order
 from evener.data.sections import RangeReader, SectionBatches, SectionPlanner, Sections
 from evener.data.stream_state import RecentStates, StreamState
 from evener.data.workers import Workers
 from evener.errors import ConfigurationError
 from evener.hardware.accelerators import WITH_STREAMS
+from evener.hardware.generators import all_kept
 
 
 class Loader(Iterator[Batch]):
@@ -74,6 +77,9 @@ class Loader(Iterator[Batch]):
         skips: If True, samples that cannot be read are left out and listed in ``Batch.skipped``.
         rounds: Makes every batch a round of local steps (``RoundBatch``) or a section of asynchronous training
             (``SectionBatch``), which has its own batch size, micro-batch and number of parts.
+        bits: Makes every micro-batch a grain, and every share whole blocks; ``None`` if the run is not exact in bits.
+        equally_many: With ``bits``: True if all ranks need the same number of micro-batches.
+        audit: With ``bits``: the part of all blocks that a second rank computes as well.
         resume: The state of an iterable data set at or before the start, if a checkpoint has one.
         tell: Called with messages about an iterable data set.
 
@@ -111,6 +117,9 @@ class Loader(Iterator[Batch]):
         timeout_seconds: float = 600,
         skips: bool = False,
         rounds: Rounds | Sections | None = None,
+        bits: ExactBits | None = None,
+        equally_many: bool = False,
+        audit: float = 0.0,
         resume: StreamState | None = None,
         tell: Callable[[str], object] = lambda message: None,
     ) -> None:
@@ -124,6 +133,20 @@ class Loader(Iterator[Batch]):
         elif isinstance(rounds, Sections):
             cut = SectionPlanner(batch_size, shares, 0, world_size)
             prefetch_factor = 1  # what is read ahead is leased, and keeps others from it
+        elif bits is not None:
+            if parts is not None or divides_itself(dataset):
+                raise ConfigurationError(
+                    f"exact=bits cuts the {name} by position, and each rank reads a part of its own: let every rank "
+                    "read all samples, with partition batch and without a method shard"
+                )
+            cut = GrainPlanner(
+                *(batch_size, shares, rank, world_size, None, by_cost),
+                bits=bits,
+                equally_many=equally_many,
+                audit=audit,
+                seed=seed,
+            )
+            rank = 0  # the workers of all ranks are seeded alike
         else:
             cut = BatchPlanner(batch_size, shares, rank, world_size, micro_batch, by_cost)
         pin_memory = device.type in WITH_STREAMS and workers > 0
@@ -146,7 +169,7 @@ class Loader(Iterator[Batch]):
             agreement = _agreement(agree, world_size)
             stream = StreamBatches(dataset, cut, agreement, pool, collate, name, resume, tell)
             self.stream_states = stream.states
-            batches = stream.batches(epochs, start, first_step)
+            batches = stream.batches(epochs, start, first_step, seed)
             self.steps, self.lookahead = None, 1 + delivery.ahead
         else:
             order = _checked(order, dataset, name)
@@ -166,7 +189,11 @@ class Loader(Iterator[Batch]):
                 reader = RangeReader(whole, rounds, fetch, pool, serial_delivery_to(device, convert))
                 self._batches = SectionBatches(drawn, reader)
                 return
-            batches = _read(drawn, fetch, pool)
+            batches = (
+                _read_grains(drawn, fetch, pool, cut, seed)
+                if isinstance(cut, GrainPlanner)
+                else _read(drawn, fetch, pool)
+            )
         self._batches = cut_to(piece, delivery(batches))
 
     def __next__(self) -> Batch:
@@ -190,17 +217,41 @@ class Loader(Iterator[Batch]):
 
 def _read(drawn: Iterator[BatchPlan], fetch: Fetch, workers: Workers) -> Batches:
     """Reads the batches of the plans. Each micro-batch is one request to the workers."""
+    return _requested(drawn, fetch, workers, lambda plan: [ids for ids, _ in plan.reads])
+
+
+def _read_grains(
+    drawn: Iterator[BatchPlan], fetch: Fetch, workers: Workers, cut: GrainPlanner, seed: int
+) -> Batches:
+    """Reads the batches of the plans, each grain with random numbers of its own."""
+    fetched = GrainFetch(fetch)
+    with closing(_requested(drawn, fetched, workers, lambda plan: requests_of(plan, cut, seed))) as read:
+
+        def following() -> Batch | None:
+            with all_kept():  # where this process reads, it draws
+                batch = next(read, None)
+            return None if batch is None else cut.marked(batch)
+
+        yield from iter(following, None)  # holds no batch while the step computes
+
+
+def _requested(
+    drawn: Iterator[BatchPlan],
+    fetch: Dataset[Any],
+    workers: Workers,
+    asked_by: Callable[[BatchPlan], Sequence[Any]],
+) -> Batches:
     pending: deque[BatchPlan] = deque()
 
-    def requests() -> Iterator[Ids]:
+    def asked() -> Iterator[Any]:
         for plan in drawn:
             pending.append(plan)
-            yield from (ids for ids, _ in plan.reads)
+            yield from asked_by(plan)
 
-    with closing(workers.read(fetch, requests())) as values:
+    with closing(workers.read(fetch, asked())) as values:
         for first in values:
             plan = pending.popleft()
-            yield plan.batch([first, *islice(values, len(plan.reads) - 1)])
+            yield plan.batch([first, *islice(values, len(plan.all_reads) - 1)])
 
 
 class _Rounds(Iterator[Batch]):

@@ -31,6 +31,8 @@ Each rank is a Python process with PyTorch: about 200 MB of memory, one second o
 With more ranks a machine runs out of memory or of process ids before the first step.
 """
 
+SHARED_CORES = "EVENER__SHARED_CORES"
+"""Set by the launcher if ``OMP_NUM_THREADS`` is not the user's, but an equal part of the cores."""
 RANKS_PER_CARD = "EVENER__RANKS_PER_CARD"
 """Environment variable with the number of ranks per accelerator, to test several ranks on one card; 1 by default."""
 

@@ -36,6 +36,7 @@ from evener.components.build import check_trainable
 from evener.components.checks.embeddings import refuse_lookups
 from evener.components.checks.param_hooks import refuse_hooks
 from evener.components.compile_check.graph import watched
+from evener.components.determinism import deterministic
 from evener.components.memory_limits.fits import check_room
 from evener.components.memory_limits.limits import room_on
 from evener.components.offload.offload import OffloadState
@@ -52,10 +53,14 @@ from evener.core.task.task import Task
 from evener.distributed.mesh import Layout, Mesh
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError
+from evener.nn.grain_norm import normalize_by_grains
+from evener.strategies.exact_bits import check_model, check_strategy
+from evener.strategies.exact_sums import check_sums
 from evener.strategies.interfaces import BatchSlicer, Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.memory_attribution import name_model, updates_named
 from evener.strategies.memory_monitor import watching
+from evener.strategies.steppers.grain_by_grain import by_grains
 from evener.strategies.steppers.oom_lockstep import fitted
 from evener.strategies.steppers.optimizer_in_backward import in_backward
 from evener.strategies.sync_batch_norm import normalize_apart
@@ -87,6 +92,8 @@ class Strategy(Recipe, ABC):
     """True if the strategy uses several devices in one process."""
     serves_one_rank: ClassVar[bool] = False
     """True if the strategy does something else than ``single`` with one rank, too."""
+    sums_bits: ClassVar[bool] = False
+    """True if the strategy has ``exact="bits"``: its sum has the same bits on any division of a batch into blocks."""
     mixes: ClassVar[bool] = False
     """True if hosts may have different kinds of devices. Such a strategy communicates only through gloo and the
     all-reduce."""
@@ -229,6 +236,9 @@ def set_up(
         owned = ExitStack()
         learner.mesh.close_with_mesh(owned.close)
         owned.enter_context(products_of(settings.precision.name))
+        if settings.bits is not None:
+            owned.enter_context(deterministic(session.device))
+            check_strategy(strategy.label, strategy.sums_bits, settings.precision, task, session)
         built, source = _build(strategy, task, session, settings, is_filled)
         agree(built)
         if session.rank == 0:
@@ -239,9 +249,13 @@ def set_up(
         if strategy.divides_model:
             learner.ownership = ownership_terms(task, built, learner)
         strategy = strategy.prepared(built, learner)
-        _draw_apart(settings.seed, learner.mesh)
+        _draw_apart(settings.seed, learner.mesh, settings.bits is None)
         if settings.batch_norm == "local":
             normalize_apart(built, learner, strategy.one_process)
+        if settings.batch_norm == "grain":
+            normalize_by_grains(built)
+        if settings.bits is not None:
+            check_model(built)
         placed = strategy.settle(strategy.parallelize(built, learner.mesh, settings), learner)
         if not is_filled:
             model.share_first_weights(placed, source, session.world, session.rank == 0)
@@ -261,7 +275,7 @@ def set_up(
         learner.optimizer = build_divided(learner, placed)
         if settings.optimizer_state is not None:
             learner.optimizer = in_eight_bits(learner.optimizer)
-        if settings.fuses:
+        if settings.fuses and settings.bits is None:  # see check_kernels
             fuse(learner.optimizer)
         pieces = any(True for _ in divided(placed))
         check_state(learner.optimizer, session.device, pieces, session.world_size)
@@ -271,9 +285,11 @@ def set_up(
         learner.trained = TrainableParameters(learner.names)
         learner.average = WeightAverage(as_average(task.average), placed)
         learner.synchronizer = strategy.synchronizer(learner)
+        check_sums(learner)
         learner.stepper = fitted(strategy.stepper(learner), learner, strategy.one_process)
         if settings.update_in_backward:
             learner.stepper = in_backward(learner, strategy.one_process)
+        learner.stepper = by_grains(learner.stepper, learner)
         learner.cut = strategy.pieces(learner)
         undo.pop_all()
     return learner
@@ -318,8 +334,8 @@ def _build(
     return on_meta, model.build_model(task, settings.seed) if session.rank == 0 else None
 
 
-def _draw_apart(seed: int, mesh: Mesh) -> None:
+def _draw_apart(seed: int, mesh: Mesh, differ: bool) -> None:
     """Seeds the random number generator: ranks that compute the same samples draw equal numbers, all others different
-    ones."""
-    part = mesh.data.index * mesh.degree("context") + mesh.index("context")
+    ones if they are to ``differ``."""
+    part = mesh.data.index * mesh.degree("context") + mesh.index("context") if differ else 0
     torch.manual_seed(((seed << 20) + part) % 2**63)

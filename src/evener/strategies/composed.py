@@ -174,6 +174,10 @@ class Composed(Strategy):
         return any(part.divides_model for part in self._parts)
 
     @property
+    def sums_bits(self) -> bool:  # type: ignore[override]
+        return all(part.sums_bits for part in self._parts)
+
+    @property
     def label(self) -> str:
         return " x ".join(f"{part.label} {self._degrees[part.axis]}" for part in reversed(self._parts))
 

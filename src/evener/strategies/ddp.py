@@ -1,12 +1,16 @@
 """Data parallelism with PyTorch's DistributedDataParallel: every rank holds a replica of the model.
 
-DDP's reducer fills buckets during backward and passes each to a communication hook, which sums the bucket. Two things
+DDP's reducer fills buckets during backward and passes each to a communication hook, which sums the bucket. Three things
 differ from plain DDP.
 
 *Missing gradients.* DDP waits for a gradient of every parameter, or, with ``find_unused_parameters``, walks the graph
 and exchanges a map of used parameters in every step. Here, if backward leaves buckets unfilled, a second backward in
 the same iteration of the reducer gives zeros to the parameters without gradient. So a rank whose samples skip a layer
 does not hang the others, and ordinary steps cost nothing extra.
+
+*Sums that are exact in bits.* A bucket is then sent as float64 numbers: the sums of all blocks of this rank, and their
+counts (:mod:`evener.components.exact_sum`). Only the last block's backward passes buckets to the hook, so that the
+message overlaps with that.
 
 *Only gradients are exchanged in a step.* Buffers are not broadcast before every forward pass. The buffers of an exact
 BatchNorm are equal anyway; other buffers are shared only after a forward pass has written to them.
@@ -31,16 +35,18 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.collectives.base import AllReduce
+from evener.collectives.base import AllReduce, ChainedWork
 from evener.collectives.ddp.buckets import bucket_nbytes
 from evener.collectives.ddp.hook import hook, power_sgd_hook, power_sgd_state
 from evener.collectives.registry import make
+from evener.components.exact_sum.gradients import ExactGradients
 from evener.distributed.mesh import AXES, DIVIDING_TERMS, Layout, Mesh
 from evener.hardware.async_read import Readout, ReadyValue
 from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import waiting
 from evener.strategies.after_backward import PostBackwardSum, summing_afterwards
 from evener.strategies.base import Strategy
+from evener.strategies.exact_sums import add_block, exact_gradients
 from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.reducer import is_apart, zeros_of
@@ -56,6 +62,7 @@ class Ddp(Strategy):
 
     combines: ClassVar[tuple[str, ...]] = AXES
     mixes: ClassVar[bool] = True
+    sums_bits: ClassVar[bool] = True
 
     def for_own_loop(self) -> Strategy:
         return self
@@ -88,7 +95,8 @@ class DdpSum(PostBackwardSum):
 
     def __init__(self, learner: Learner, group: dist.ProcessGroup) -> None:
         super().__init__(learner, group)
-        self._hook = DdpCommHook(_send(learner, group, self._all_reduce), learner)
+        learner.exact = exact_gradients(learner)
+        self._hook = DdpCommHook(_send(learner, group, self._all_reduce), learner, self._all_reduce)
         self._filled: set[Tensor] = set()
         self._ddp: DistributedDataParallel | None = None
         self._of_thawed: Readout = ReadyValue(0.0)
@@ -140,8 +148,10 @@ class DdpSum(PostBackwardSum):
 
     @property
     def bucket_nbytes(self) -> int:  # type: ignore[override]
-        """Bytes that the all-reduce holds. DDP's buckets take no more: gradients are views of them."""
-        return self._all_reduce.held_nbytes
+        """Bytes that the all-reduce holds. DDP's buckets take no more: gradients are views of them. In a run that is
+        exact in bits, float64 sums of this rank, and those that are sent, come to it."""
+        exact = 0 if self._learner.exact is None else 2 * sum(8 * p.numel() for p in self._trained())
+        return self._all_reduce.held_nbytes + exact
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         assert self._ddp is not None
@@ -149,7 +159,21 @@ class DdpSum(PostBackwardSum):
         self._hook.begin()
         return nullcontext() if last else self._ddp.no_sync()
 
+    def end_block(self) -> None:
+        add_block(self._learner, {self._learner.names[p]: p for p in self._trained()})
+
     def complete(self) -> tuple[str, ...]:
+        missing = self._complete()
+        if (exact := self._learner.exact) is not None:
+            with waiting():
+                again = exact.finish(lambda limbs: self._all_reduce(limbs).wait())
+            for name, total in again.items():
+                gradient = self._learner.parameter(name).grad
+                if gradient is not None:
+                    gradient.copy_(total)
+        return missing
+
+    def _complete(self) -> tuple[str, ...]:
         """Completes the reduction. Returns the names of the parameters without a gradient from this rank.
 
         If backward left buckets unfilled, DDP still waits for them, and so do the other ranks. A second backward, of a
@@ -162,7 +186,8 @@ class DdpSum(PostBackwardSum):
         if self._hook.saw_last_bucket:
             return missing
         unfilled = [p for p in self._trained() if p not in self._filled]
-        missing += self._without_gradient(unfilled)
+        given = self._learner.exact.given if self._learner.exact is not None else ()
+        missing += tuple(name for name in self._without_gradient(unfilled) if name not in given)
         with self._learner.trained.as_at_first():
             zeros = _ZeroGradients.apply([p in self._sparse for p in unfilled], *unfilled)  # type: ignore[no-untyped-call]
             zeros.backward()
@@ -197,10 +222,15 @@ def _send(learner: Learner, group: dist.ProcessGroup, all_reduce: AllReduce) -> 
 
 class DdpCommHook:
     """DDP's communication hook: sums each bucket over the ranks. The time this takes is not counted as the rank's own
-    work."""
+    work.
 
-    def __init__(self, send: Send, learner: Learner) -> None:
-        self._send, self._learner = send, learner
+    Args:
+        send: Sums a bucket.
+        all_reduce: Sums in its place where the run is exact in bits.
+    """
+
+    def __init__(self, send: Send, learner: Learner, all_reduce: AllReduce) -> None:
+        self._send, self._learner, self._all_reduce = send, learner, all_reduce
         self.begin()
 
     def begin(self) -> None:
@@ -210,18 +240,53 @@ class DdpCommHook:
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         self.saw_last_bucket = bucket.is_last()
+        exact = self._learner.exact
+        flat = bucket.buffer() if exact is None else self._all_blocks(bucket, exact)
         # Check this rank's own gradients before they are summed with those of others.
-        self.soundness.append(self._learner.unsound.of_flat(bucket.buffer(), partial(self._named, bucket)))
+        self.soundness.append(self._learner.unsound.of_flat(flat, partial(self._named, bucket, exact)))
         if self.saw_last_bucket:
             self._learner.work_timer.work_done()
             self._learner.has_drawn()
         with waiting(), named_range("all_reduce bucket", bucket.index()):
-            return self._send(bucket)
+            return self._send(bucket) if exact is None else self._send_exact(bucket, flat, exact)
 
-    def _named(self, bucket: GradBucket) -> list[tuple[str, Tensor]]:
+    def _all_blocks(self, bucket: GradBucket, exact: ExactGradients) -> Tensor:
+        """Returns the sums of all blocks of this rank, with their counts, which are infinite if a number is not
+        finite."""
+        last = self._gradients(bucket)
+        exact.add(last)
+        return exact.packed(list(last))
+
+    def _send_exact(self, bucket: GradBucket, flat: Tensor, exact: ExactGradients) -> Future[Tensor]:
+        buffer, gradients = bucket.buffer(), self._gradients(bucket)
+
+        def finish() -> Tensor:
+            exact.unpack(flat, gradients)
+            return buffer
+
+        return ChainedWork(self._all_reduce(flat, lasting=True), finish, (flat, buffer)).future()
+
+    def _gradients(self, bucket: GradBucket) -> dict[str, Tensor]:
+        """Returns the gradients of a bucket, by name. A dense parameter's gradient has its strides, which
+        ``GradBucket.gradients`` does not know."""
+        pairs = zip(bucket.parameters(), self._named(bucket, None), strict=True)
+        return {name: _strided(gradient, parameter) for parameter, (name, gradient) in pairs}
+
+    def _named(self, bucket: GradBucket, exact: ExactGradients | None) -> list[tuple[str, Tensor]]:
+        """Returns the gradients of a bucket, or where given the sums of all blocks of this rank."""
         names = [self._learner.names[p] for p in bucket.parameters() if isinstance(p, nn.Parameter)]
+        if exact is not None:
+            return exact.named(names)
         sparse = bucket.buffer().is_sparse
         return list(zip(names, [bucket.buffer()] if sparse else bucket.gradients(), strict=True))
+
+
+def _strided(flat: Tensor, parameter: Tensor) -> Tensor:
+    """Returns a view of ``flat``, elements of a bucket, in which DDP keeps the gradient of ``parameter``."""
+    is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    if parameter.is_contiguous() or not is_dense:
+        return flat
+    return flat.as_strided(parameter.shape, parameter.stride())
 
 
 class _ZeroGradients(torch.autograd.Function):

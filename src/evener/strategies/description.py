@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TypedDict
 
 from evener.components.optim import eight_bit, fused
+from evener.strategies import exact_bits
 from evener.strategies.learner import Learner
+from evener.strategies.steppers.grain_by_grain import audit_words
 from evener.strategies.steppers.optimizer_in_backward import updates_of
 from evener.strategies.sync_batch_norm import words_of_normalization
 
@@ -19,6 +21,7 @@ class LearnerRecord(TypedDict):
     precision: str
     optimizer: str
     optimizer_state: str
+    exact: str
     batch_norm: str
     updates: str
     emulation: str
@@ -34,6 +37,7 @@ def describe(learner: Learner) -> LearnerRecord:
         "precision": settings.precision.words,
         "optimizer": fused.words_of(optimizer) if updates is None else updates.words,
         "optimizer_state": eight_bit.words_of(optimizer),
+        "exact": exact_bits.words_of(settings.bits, learner.session.device) + audit_words(learner.stepper),
         "batch_norm": words_of_normalization(learner),
         "updates": updates_of(learner),
         "emulation": settings.throttle.words if settings.throttle else "",

@@ -42,6 +42,7 @@ class ExpertParallel(Ddp):
     """
 
     divides_model = True
+    sums_bits = False
     combines = ()
     apart: ClassVar = dict.fromkeys(AXES, _OF_ITS_HOLDER)
 

@@ -20,6 +20,7 @@ from evener.components.amp.policy import Precision
 from evener.components.compile import Compiling
 from evener.components.memory_limits.limits import MemoryLimits
 from evener.components.state_dict import Cut, HeldState
+from evener.core.config.exact_bits import ExactBits
 from evener.core.config.offload import Offload
 from evener.core.config.recompute import Recompute
 from evener.core.types import Tree
@@ -36,6 +37,11 @@ class StrategySettings:
     dtype: torch.dtype | None = None
     """Data type of the weights and of floating-point inputs and targets. None keeps the types of the model and the
     data."""
+    bits: ExactBits | None = None
+    """How batches are cut by position, if the weights are to be the same to the last bit on any division. None means
+    sums that are equal to rounding."""
+    audit: float = 0.0
+    """The part of all blocks that a second rank computes as well, to compare."""
     precision: Precision = field(default_factory=Precision)
     """The precision in which the model computes."""
     compiling: Compiling = field(default_factory=Compiling)
@@ -52,7 +58,8 @@ class StrategySettings:
     optimizer_state: str | None = None
     """``8bit`` keeps the state of the task's Adam in 8 bits. None leaves the optimizer as the task builds it."""
     batch_norm: str = "exact"
-    """``exact`` normalizes BatchNorm over the samples of all ranks; ``local`` uses the samples of each rank alone."""
+    """``exact`` normalizes BatchNorm over the samples of all ranks; ``local`` uses the samples of each rank alone;
+    ``grain`` those of each grain."""
     fuses: bool = True
     """True if the task's Adam uses a fused kernel, unless the task has chosen an implementation itself."""
     update_in_backward: bool = False

@@ -1,7 +1,5 @@
-"""The learner: a task's model and optimizer on one rank, set up by a strategy.
-
-It holds the code that all strategies share: the update with clipping and penalty, whole tensors, and state by name.
-"""
+"""The learner: a task's model and optimizer on one rank, set up by a strategy. It holds the code that all strategies
+share: the update with clipping and penalty, whole tensors, and state by name."""
 
 from __future__ import annotations
 
@@ -23,6 +21,7 @@ from evener.components.amp.grad_scaler import LossScale
 from evener.components.buffer_snapshot import BufferSnapshot
 from evener.components.clipping import Clipping
 from evener.components.compile import Graphs
+from evener.components.exact_sum.gradients import ExactGradients
 from evener.components.loose_buffers import LooseBuffers
 from evener.components.memory_limits.limits import Room
 from evener.components.model_with_loss import Replica
@@ -89,6 +88,8 @@ class Learner:
     """The trained parameters, at the start and now."""
     average: WeightAverage
     """The average of the weights, if the task asks for one."""
+    exact: ExactGradients | None = None
+    """Sums gradients to the same bits on any division, if the settings ask for it. The synchronizer sets it."""
     ownership = OwnershipTerms()
     """The weights that the optimizer updates as wholes, and what the ranks can do."""
     whole_updates: WholeUpdates | None = None
@@ -124,7 +125,7 @@ class Learner:
         """Parameters that were updated during the last backward pass."""
         self.when_drawn: Callable[[int], None] = lambda step: None
         """Called with the number of the step when this rank has drawn all its random numbers: if `holds_all`."""
-        self.clipping = Clipping(settings.clip_norm)
+        self.clipping = Clipping(settings.clip_norm, exact=settings.bits is not None)
         self.has_shared_buffers = False
         """True if loose buffers have been copied from one rank to all others."""
         self._step = 0
@@ -244,6 +245,8 @@ class Learner:
             )
         if passes():
             self.updating = step
+            if self.exact is not None:
+                self.exact.commit()
             self.clipping(parameters, self.mesh)
             lay_out(self.optimizer)
             with named_range("optimizer"), stepping(self.optimizer, self.session.device):
@@ -309,11 +312,8 @@ class Learner:
         return self.unsound.of_these(found, lambda: gradients.named((self.names[p], p) for p in given)())
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
-        """Runs forward and backward of this rank's part of a step; see :meth:`Stepper.run`.
-
-        Returns:
-            The stepper's outcome, with what the learner knows of the step whichever stepper ran it.
-        """
+        """Runs forward and backward of this rank's part of a step; see :meth:`Stepper.run`. Returns the stepper's
+        outcome, with what the learner knows of the step whichever stepper ran it."""
         self.unsound.found.clear()
         self._step, self.left_out = step, False
         has_changed = self.trained.update(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import nn
 
@@ -11,6 +12,7 @@ from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
 from evener.hardware.async_read import Readout
 from evener.strategies.base import Strategy
+from evener.strategies.exact_sums import add_block, exact_gradients
 from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.steppers.oom_retry import plain_or_piecewise
@@ -26,10 +28,23 @@ class NoSync(Synchronizer):
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
+        learner.exact = exact_gradients(learner)
+
+    def end_block(self) -> None:
+        add_block(self._learner, self._trained)
 
     def complete(self) -> tuple[str, ...]:
+        if self._learner.exact is not None:
+            add_block(self._learner, self._trained)
+            for name, total in self._learner.exact.of_one_rank().items():
+                parameter = self._trained[name]
+                parameter.grad = total.to(parameter.dtype, copy=True)
         self._learner.work_timer.work_done()
         return ()
+
+    @property
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {self._learner.names[p]: p for p in self._learner.trained.first}
 
     def completes_in_backward(self, parameter: nn.Parameter) -> bool:
         return True
@@ -46,6 +61,8 @@ class NoSync(Synchronizer):
 
 class Single(Strategy):
     """Runs the whole batch on one device, in micro-batches if requested."""
+
+    sums_bits: ClassVar[bool] = True
 
     def for_own_loop(self) -> Strategy:
         return self

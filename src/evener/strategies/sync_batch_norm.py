@@ -15,6 +15,7 @@ from evener.distributed.mesh import DIVIDING_TERMS, Mesh
 from evener.errors import ConfigurationError
 from evener.nn.batch_norm import BatchNorm, exact_batch_norm, local_batch_norm
 from evener.nn.batch_norm_peers import PeerRanks, Peers
+from evener.nn.grain_norm import GrainNorm
 from evener.strategies.batch_norm_shm import Neighbors
 from evener.strategies.learner import Learner
 from evener.torch_internals.modules import AnyBatchNorm
@@ -91,6 +92,9 @@ def words_of_normalization(learner: Learner) -> str:
             return ""
         each = "rank's" if isinstance(learner.rounds, Sections) else "replica's"
         return f"BatchNorm by each {each} own samples; running moments merge as those of all samples"
+    if learner.settings.batch_norm == "grain":
+        has_some = any(isinstance(module, GrainNorm) for module in learner.model.modules())
+        return "BatchNorm by each grain's own samples (batch_norm=grain)" if has_some else ""
     if learner.settings.batch_norm == "exact" or learner.data.degree == 1:
         return ""
     if not any(isinstance(module, BatchNorm) for module in learner.model.modules()):

@@ -30,6 +30,9 @@ class GradientSum:
     exchanges_in_passes: bool = True
     """True if ranks may wait for each other before all passes of a step are over."""
 
+    gathers_in_passes: bool = False
+    """True if all ranks must run the same number of passes, because each gathers weights from all ranks."""
+
     bucket_nbytes: int = 0
     """Maximum size in bytes of the communication buffers, without parameters and gradients."""
 
@@ -52,6 +55,10 @@ class GradientSum:
         """Context for all forward and backward passes of a step, in any order. Used in place of :meth:`micro_batch`:
         :meth:`complete` then synchronizes the gradients after the last pass."""
         return nullcontext()
+
+    def end_block(self) -> None:
+        """Called after the backward pass of a micro-batch that ends a block and is not the last of the step, in a run
+        that is exact in bits."""
 
     def complete(self) -> tuple[str, ...]:
         """Ends the rank's own work and completes gradient synchronization. Returns the names of the parameters that got
@@ -181,6 +188,9 @@ class SynchronizerAround(Synchronizer):
 
     def until_complete(self) -> AbstractContextManager[Any]:
         return self._inner.until_complete()
+
+    def end_block(self) -> None:
+        self._inner.end_block()
 
     def complete(self) -> tuple[str, ...]:
         return self._inner.complete()

@@ -92,9 +92,11 @@ class Engine:
             self._by_step = task.scheduler_interval == "step"
             learner.stepper.scheduler = self.scheduler if self._by_step else None
             self.guard = NonFinitePolicy(self.config.non_finite, learner, self.observers)
-            control = undo.enter_context(lent(self.session))
-            telling = undo.enter_context(way_to_tell(self.session, learner.mesh, control, lambda: self.feed))
-            told = self._observe, self.guard.waits, learner.graphs, telling, self.session.mixed
+            control, exact = undo.enter_context(lent(self.session)), learner.settings.bits is not None
+            telling = undo.enter_context(
+                way_to_tell(self.session, learner.mesh, control, lambda: self.feed, exact)
+            )
+            told = self._observe, self.guard.waits, learner.graphs, telling, self.session.mixed, exact
             self.step_sync = StepSync(control, learner.mesh, self.session.device, lambda: self.loss, *told)
             self.recomputing = Recomputing(learner, self.observers.event)
             self._by_hand = ManualStep(learner, control, self.config.non_finite)

@@ -207,6 +207,8 @@ def _forward(
         device=learner.session.device,
         convert=learner.convert,
         skips=options.skips,
+        bits=learner.settings.bits,
+        equally_many=learner.synchronizer.gathers_in_passes,
     )
     announcer = Announcer(learner.session.rank)
     with loader:
@@ -220,7 +222,9 @@ def _forward(
 def _accumulators(learner: Learner) -> dict[str, Accumulator]:
     task = learner.task
     loss: Mapping[str, Any] = {} if task.loss is None else {"loss": task.exact_loss()}
-    return {name: metric(source) for name, source in (loss | dict(task.metrics)).items()}  # type: ignore[operator]
+    exact = learner.settings.bits is not None
+    sources = loss | dict(task.metrics)  # type: ignore[operator]
+    return {name: metric(source, exact) for name, source in sources.items()}
 
 
 def _named_values(values: Mapping[str, Any]) -> dict[str, float]:

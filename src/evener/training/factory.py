@@ -19,9 +19,11 @@ from evener.collectives.registry import check_compression, find
 from evener.components.amp.policy import Precision
 from evener.components.compile import Compiling
 from evener.components.memory_limits.limits import MemoryLimits
+from evener.core.config.exact_bits import ExactBits
 from evener.core.config.offload import Offload
 from evener.core.config.recompute import Recompute
 from evener.core.config.run_config import AUTO, RunConfig
+from evener.core.plugins import is_named
 from evener.core.task.task import Task
 from evener.distributed.environment import MIXED
 from evener.distributed.mesh import DataAxis
@@ -51,7 +53,11 @@ def balance_of(config: RunConfig, parts: int, unlike: bool) -> str:
 
 
 def balancer_of(
-    config: RunConfig, reading: Reading, lookahead: int, data: DataAxis | None = None
+    config: RunConfig,
+    reading: Reading,
+    lookahead: int,
+    data: DataAxis | None = None,
+    bits: ExactBits | None = None,
 ) -> Balancer:
     """Returns the balancer of the settings, or one that changes nothing if the data decide which rank computes what.
 
@@ -59,6 +65,7 @@ def balancer_of(
 
     Args:
         data: The data axis, which says which rank computes which part. Given if each rank knows only its own times.
+        bits: Set if shares are whole blocks.
     """
     balance = balance_of(config, reading.ranks, unlike=False)
     if reading.parts is not None and balance not in BALANCERS:
@@ -73,19 +80,29 @@ def balancer_of(
     if data is not None and balance == "auto":
         limits = {
             "max_shares": parse_max_shares(config.max_shares, reading.ranks),
-            "share_multiple_of": config.share_multiple_of,
+            "share_multiple_of": _multiple(config, bits),
         }
         return BySpeedOfMany(reading.ranks, data.index, data.teams, lookahead=lookahead, **limits)
-    return balancer_called(balance, config, reading.ranks, lookahead)
+    return balancer_called(balance, config, reading.ranks, lookahead, bits)
+
+
+def _multiple(config: RunConfig, bits: ExactBits | None) -> int:
+    return config.share_multiple_of if bits is None else bits.block
 
 
 def balancer_called(
-    balance: str, config: RunConfig, parts: int, lookahead: int = DEFAULT_LOOKAHEAD
+    balance: str,
+    config: RunConfig,
+    parts: int,
+    lookahead: int = DEFAULT_LOOKAHEAD,
+    bits: ExactBits | None = None,
 ) -> Balancer:
     """Returns the balancer with that name, within the limits of the settings, for ``parts`` parts of a batch."""
     max_shares = parse_max_shares(config.max_shares, parts)
+    # Whole blocks are made of the shares of any balancer (evener.data.grains), also of one that knows no multiples.
+    multiple = 1 if bits is not None and is_named(balance, "balancer", BALANCERS) else _multiple(config, bits)
     return make_balancer(
-        balance, parts, max_shares=max_shares, share_multiple_of=config.share_multiple_of, lookahead=lookahead
+        balance, parts, max_shares=max_shares, share_multiple_of=multiple, lookahead=lookahead
     )
 
 
@@ -162,6 +179,7 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Strat
         batch_norm=config.batch_norm,
         fuses=config.fused_optimizer == "auto",
         update_in_backward=config.update_in_backward,
+        audit=config.audit,
         clip_norm=config.clip_norm,
         all_reduce=config.allreduce,
         compression=config.compress,
@@ -252,8 +270,19 @@ def check_division(config: RunConfig, world_size: int) -> None:
         balancer_called(balance_of(config, degree, unlike=True), config, degree)
 
 
+def bits_of(config: RunConfig, task: Task) -> ExactBits | None:
+    """Returns how batches are cut into grains and blocks, or None if the run is not exact in bits.
+
+    Raises:
+        ConfigurationError: If a grain is larger than a batch.
+    """
+    if config.exact != "bits":
+        return None
+    return ExactBits.chosen(config.batch_size or task.batch_size, config.grain, config.block)
+
+
 def learner_of(task: Task, config: RunConfig, session: Session) -> Learner:
     """Sets up this rank's learner, after all ranks have checked that they train the same. A collective call."""
     strategy = strategy_of(config, session.world_size)
-    settings = settings_of(config, strategy, session.world_size)
+    settings = replace(settings_of(config, strategy, session.world_size), bits=bits_of(config, task))
     return set_up(strategy, task, session, settings, agreement(task, config, session), filler(config))

@@ -125,6 +125,7 @@ class RunReport:
             about["optimizer"],
             about["optimizer_state"],
             about["merging"],
+            about["exact"],
             about["batch_norm"],
             about["updates"],
             about["emulation"],

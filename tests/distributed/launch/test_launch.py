@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from evener.components.determinism import fixed_threads
 from evener.distributed.launch.launch import launch
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError, InterruptedRunError, RankError, RankTimeoutError
@@ -55,15 +56,15 @@ def blocked(tmp_path: Path) -> Any:
 def test_closures_run_on_ranks_and_results_come_back_in_order() -> None:
     scale, handlers = 10, signal.getsignal(signal.SIGTERM)
 
-    def work(shift: int, *, factor: int) -> tuple[int, float, str]:
+    def work(shift: int, *, factor: int) -> tuple[int, float, int]:
         with Session(device="cpu") as session:
             total = torch.tensor([float(session.rank + 1)])
             dist.all_reduce(total)
-            return session.rank * scale * factor + shift, total.item(), os.environ["OMP_NUM_THREADS"]
+            return session.rank * scale * factor + shift, total.item(), fixed_threads()
 
     results = launch(work, 5, factor=2, processes=2, device="cpu")
     assert [result[:2] for result in results] == [(5, 3.0), (25, 3.0)]
-    assert int(results[0][2]) >= 1
+    assert [result[2] for result in results] == 2 * [fixed_threads()], "the number of ranks does not matter"
     assert signal.getsignal(signal.SIGTERM) is handlers
 
 

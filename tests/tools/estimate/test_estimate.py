@@ -247,6 +247,15 @@ def test_checkpointing_and_smaller_micro_batches_take_less() -> None:
     assert activations("ResNet", micro_batch=4) < 0.3 * whole
 
 
+def test_grains_take_the_memory_of_micro_batches() -> None:
+    task, options = task_of("convolutions", "SGD"), {"processes": 2, "device": "cpu", "batch_size": 16}
+    bits = evener.estimate_memory(task, exact="bits", grain=2, **options)  # type: ignore[arg-type]
+    assert bits.ranks == evener.estimate_memory(task, micro_batch=4, **options).ranks  # type: ignore[arg-type]
+    assert bits.notes == (
+        "exact=bits adds gradients in float64: 16 more bytes for each parameter, half of it with one rank",
+    )
+
+
 def test_a_gpu_that_is_not_there_is_estimated_by_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     on_gpu = evener.estimate_memory(small(), processes=1, device="cuda")

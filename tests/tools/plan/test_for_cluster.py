@@ -292,3 +292,9 @@ def test_a_type_that_no_card_computes_is_refused(tmp_path_factory: pytest.TempPa
         plan_for_cluster(
             lambda: task, cluster(tmp_path_factory, machines("V100 SXM2 16GB")), precision="bf16"
         )
+
+
+def test_a_plan_of_numbers_does_not_know_what_grains_cost(tmp_path_factory: pytest.TempPathFactory) -> None:
+    task, cards = classes_task(mlp, 16), cluster(tmp_path_factory, machines("RTX 3090", cards=1))
+    with pytest.raises(ConfigurationError, match="leave exact out here, and plan with it on a machine"):
+        plan_for_cluster(lambda: task, cards, exact="bits")

@@ -401,6 +401,10 @@ def test_what_cannot_be_divided_is_refused_in_words() -> None:
         ):
             with pytest.raises(ConfigurationError, match=words):
                 evener.prepare(*wrong)
+        with pytest.raises(
+            ConfigurationError, match=r"takes no exact=bits: a loop of your own .*use evener.fit"
+        ):
+            evener.prepare(model, exact="bits")
         with pytest.raises(ConfigurationError, match="takes no balence; did you mean balance"):
             evener.prepare(model, balence="auto")
         with pytest.raises(ConfigurationError, match=r"takes no epochs; is a setting of evener.fit"):

@@ -84,6 +84,15 @@ def summary(**changes: Any) -> RunSummary:
     return RunSummary(**(values | changes))
 
 
+def test_the_digest_is_told_beside_what_it_depends_on() -> None:
+    text = summary_text(summary(exact="exact in bits: grains of 4 samples, blocks of 1 grain; cpu, 1 thread"))
+    assert (
+        f"\n  exact in bits: grains of 4 samples, blocks of 1 grain; cpu, 1 thread; weights sha256 {'0' * 64}"
+        in text
+    )
+    assert "sha256" not in summary_text(summary())
+
+
 def test_a_live_line_is_rewritten_and_evaluations_stay(clock: Clock) -> None:
     screen = Screen()
     shown = following(40, screen)

@@ -33,7 +33,11 @@ GROUPS: dict[str, dict[str, str]] = {
         "allreduce": "how gradients are summed: see evener list",
         "compress": "send fewer bits, not exact: fp16, int8, top-k, ...",
         "bucket_mb": "buckets in which gradients are sent, in MiB",
-        "batch_norm": "exact: all ranks' samples; local: own",
+        "exact": "bits: the same bits on any division",
+        "grain": "with bits: samples that are computed together",
+        "block": "with bits: grains that one rank computes",
+        "audit": "with bits: part of blocks that two ranks compute",
+        "batch_norm": "exact: all ranks' samples; local: own; grain",
     },
     "precision and compiling": {
         "dtype": "type of weights and inputs, such as float64",

@@ -48,6 +48,10 @@ class Settings(LoopSettings, total=False):
     micro_batch: str | int | None
     memory_limit: str | None
     memory_limit_at: tuple[str, ...]
+    exact: str
+    grain: int | None
+    block: int | None
+    audit: float
     devices: str | None
     processes: str | int | None
     clip_norm: float | None

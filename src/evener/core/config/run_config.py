@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evener.core.config import choices
+from evener.core.config.exact_bits import check_exact_bits
 from evener.core.config.intervals import Interval
 from evener.core.config.offload import Offload
 from evener.core.config.option import option
@@ -39,18 +41,6 @@ from evener.errors import ConfigurationError
 
 AUTO = "auto"
 """The value of ``resume`` that resumes from ``run_dir`` itself, if it holds a checkpoint."""
-CHECK_DATA = ("exact", "augmented")
-BAD_SAMPLE = ("stop", "skip")
-FULL_DISK = ("stop", "go-on")
-DTYPES = ("float32", "float64", "bfloat16", "float16")
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-true", "fp16-true", "auto")
-OPTIMIZER_STATES = ("8bit",)
-BATCH_NORMS = ("exact", "local")
-FUSED_OPTIMIZER = ("auto", "no")
-COMPILE = ("auto", "blocks", "whole")
-COMPILE_CHECK = ("replace", "stop", "no")
-BACKEND = "inductor"
-"""The default backend of torch.compile."""
 
 
 class Recipe:
@@ -77,6 +67,19 @@ class RunConfig:
     )
     memory_limit_at: tuple[str, ...] = option(
         (), "from STEP on, RANK may use SIZE; may be repeated", metavar="STEP:RANK:SIZE"
+    )
+    exact: str = option(
+        "sums",
+        "sums: the training of one device, to rounding; bits: the same weights to the last bit on any number of "
+        "devices of one kind, with any shares",
+        choices=choices.EXACT,
+    )
+    grain: int | None = option(
+        None, "exact bits: samples computed together (default: 16 or fewer)", metavar="N"
+    )
+    block: int | None = option(None, "exact bits: grains in a block, the unit of shares", metavar="N")
+    audit: float = option(
+        0.0, "exact bits: part of all blocks that a second rank computes as well, such as 0.01", metavar="X"
     )
     seed: int = option(0, "seed of the weights, the order of samples and dropout", metavar="N")
     strategy: str | Recipe | tuple[Recipe, ...] = option(
@@ -165,7 +168,7 @@ class RunConfig:
     )
     workers: int = option(0, "processes that load data, for each rank; 0: the rank reads itself", metavar="N")
     dtype: str | None = option(
-        None, "type of weights and floating inputs (default: as the task makes them)", choices=DTYPES
+        None, "type of weights and floating inputs (default: as the task makes them)", choices=choices.DTYPES
     )
     precision: str | None = option(
         None,
@@ -182,14 +185,14 @@ class RunConfig:
     compile: str | None = option(
         None,
         "use torch.compile: repeated blocks, the whole model, or auto (if no value is given): blocks if there are any",
-        choices=COMPILE,
+        choices=choices.COMPILE,
         without_value="auto",
     )
     compile_mode: str | None = option(
         None, "torch.compile's mode, such as reduce-overhead for CUDA graphs", metavar="MODE"
     )
     compile_backend: str = option(
-        BACKEND,
+        choices.BACKEND,
         "torch.compile's backend, such as aot_eager to find what cannot be compiled",
         metavar="NAME",
     )
@@ -197,13 +200,13 @@ class RunConfig:
         "replace",
         "compiled code is compared with the model: replace computes uncompiled what differs, stop ends the run, no "
         "compares nothing",
-        choices=COMPILE_CHECK,
+        choices=choices.COMPILE_CHECK,
     )
     batch_norm: str = option(
         "exact",
         "statistics of BatchNorm: exact: over the samples of all ranks, as on one device; local: over each rank's own, "
-        "another training for every division",
-        choices=BATCH_NORMS,
+        "another training for every division; grain: over each grain's (exact=bits)",
+        choices=choices.BATCH_NORMS,
     )
     recompute: str | None = option(
         None,
@@ -224,13 +227,13 @@ class RunConfig:
     optimizer_state: str | None = option(
         None,
         "keep the state of the task's Adam or AdamW in 8 bits, by torchao: less memory, slightly different results",
-        choices=OPTIMIZER_STATES,
+        choices=choices.OPTIMIZER_STATES,
     )
     fused_optimizer: str = option(
         "auto",
         "auto: use PyTorch's fused kernel for the task's Adam or AdamW, where there is one and the task says "
         "nothing else; no: as PyTorch chooses by itself",
-        choices=FUSED_OPTIMIZER,
+        choices=choices.FUSED_OPTIMIZER,
     )
     update_in_backward: bool = option(
         False,
@@ -283,16 +286,16 @@ class RunConfig:
         None,
         "before the first step read some samples twice on every rank and compare: exact, or augmented, by which they "
         "may draw from the generators of torch, NumPy and random",
-        choices=CHECK_DATA,
+        choices=choices.CHECK_DATA,
     )
     on_bad_sample: str = option(
-        "stop", "what to do with a sample that cannot be read: stop, or skip it", choices=BAD_SAMPLE
+        "stop", "what to do with a sample that cannot be read: stop, or skip it", choices=choices.BAD_SAMPLE
     )
     on_full_disk: str = option(
         "stop",
         "where a checkpoint or the records cannot be written: stop, or go-on without; the last checkpoint of a run "
         "must be written in any case",
-        choices=FULL_DISK,
+        choices=choices.FULL_DISK,
     )
     grace_seconds: float = option(
         20.0,
@@ -344,11 +347,12 @@ class RunConfig:
         if str(self.resume) == AUTO and self.run_dir is None:
             raise ConfigurationError("resume is auto: name the directory of the run too (run_dir, --run-dir)")
         for entry in dataclasses.fields(self):
-            if choices := entry.metadata.get("choices"):
-                one_of(entry.name, getattr(self, entry.name), choices)
-        one_of("precision", self.precision, PRECISIONS)
+            if known := entry.metadata.get("choices"):
+                one_of(entry.name, getattr(self, entry.name), known)
+        check_exact_bits(self)
+        one_of("precision", self.precision, choices.PRECISIONS)
         check_precision(self.dtype, self.precision, self.precision_of, self.compress)
-        check_compile(self.compile, self.compile_mode, self.compile_backend, BACKEND)
+        check_compile(self.compile, self.compile_mode, self.compile_backend, choices.BACKEND)
         check_recompute(self.recompute, self.compile)
         offload = Offload.from_settings(self.offload, self.offload_to)
         check_offload(offload, self.recompute, self.compile_mode)

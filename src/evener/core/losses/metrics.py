@@ -19,8 +19,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from evener.core.exact_numbers import exact_total
 from evener.core.losses.sums import Loss, Sum
-from evener.core.losses.torch_losses import exact, is_sum, is_torch_loss
+from evener.core.losses.torch_losses import exact as as_loss
+from evener.core.losses.torch_losses import is_sum, is_torch_loss
 from evener.core.losses.type_checks import check_outputs, check_targets
 from evener.errors import ConfigurationError, LossError
 from evener.torch_internals import torchmetrics_states as torchmetrics
@@ -81,22 +83,26 @@ class Accumulator(ABC):
         """Resets the metric to its empty state."""
 
 
-def metric(source: Any) -> Accumulator:
+def metric(source: Any, exact: bool = False) -> Accumulator:
     """Creates an empty accumulator for a metric.
 
     Args:
         source: A function ``(outputs, targets) -> Sum``, a loss in any form that :func:`exact` takes, or a
             torchmetrics ``Metric`` or ``MetricCollection`` (which is copied, not changed).
+        exact: Whether the sums must have the same bits on any division of the batches. torchmetrics adds up its states
+            by itself: there only sums of whole numbers have.
 
     Raises:
         ConfigurationError: If ``source`` is none of these.
     """
+    kind = _ExactSumMetric if exact else _SumMetric
     if all(callable(getattr(source, name, None)) for name in ("update", "compute", "reset")):
         return _TorchMetric(source)
     if is_sum(source) or is_torch_loss(source):
-        return _SumMetric(functools.partial(_loss_sum, exact(source)), exact(source).divisor)
+        loss = as_loss(source)
+        return kind(functools.partial(_loss_sum, loss), loss.divisor)
     if callable(source) and not isinstance(source, type):
-        return _SumMetric(source)
+        return kind(source)
     raise ConfigurationError(
         f"{source!r} is no metric: give a function (outputs, targets) -> evener.Sum, a loss, or a"
         " torchmetrics object"
@@ -119,6 +125,9 @@ class _SumMetric(Accumulator):
         self._sum = Sum(0.0, 0.0)
 
     def update(self, outputs: Any, targets: Any) -> None:
+        self._sum += self._terms(outputs, targets)
+
+    def _terms(self, outputs: Any, targets: Any) -> Sum:
         value = self._function(outputs, targets)
         if not isinstance(value, Sum):
             raise ConfigurationError(
@@ -126,7 +135,7 @@ class _SumMetric(Accumulator):
                 f" {type(value).__name__}; return evener.Sum(total, count), the sum of its terms and their"
                 " number"
             )
-        self._sum += Sum(_double(value.total), _double(value.count))
+        return Sum(_double(value.total), _double(value.count))
 
     def state(self) -> Sum:
         return Sum(float(self._sum.total), float(self._sum.count))
@@ -138,6 +147,24 @@ class _SumMetric(Accumulator):
         if not float(self._sum.count):
             return math.nan
         return float(self._sum.total) / self._divisor(float(self._sum.count))
+
+
+class _ExactSumMetric(_SumMetric):
+    """Keeps the terms of all batches, and adds those of all ranks up at the end, with one rounding."""
+
+    def reset(self) -> None:
+        super().reset()
+        self._held: list[Sum] = []
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        self._held.append(self._terms(outputs, targets))
+
+    def state(self) -> Any:
+        return [(float(each.total), float(each.count)) for each in self._held]
+
+    def merge(self, states: Sequence[Any]) -> None:
+        terms = [each for state in states for each in state]
+        self._sum = Sum(exact_total(total for total, _ in terms), exact_total(count for _, count in terms))
 
 
 def _double(value: Any) -> Any:

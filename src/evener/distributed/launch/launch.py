@@ -20,7 +20,13 @@ import cloudpickle
 
 from evener.core.config.process_range import one_number
 from evener.distributed import loopback
-from evener.distributed.environment import check_processes, default_processes, detect, kind_taken
+from evener.distributed.environment import (
+    SHARED_CORES,
+    check_processes,
+    default_processes,
+    detect,
+    kind_taken,
+)
 from evener.distributed.file_descriptors import make_room
 from evener.distributed.launch.agent import Agent
 from evener.distributed.launch.process_count import Headcount
@@ -160,5 +166,5 @@ def _variables(run_dir: Path, processes: int, met: Rendezvous) -> Mapping[str, s
     if met.max_restarts and not met.is_elastic:
         variables[ALLOWED] = "1"
     if "OMP_NUM_THREADS" not in os.environ:
-        variables["OMP_NUM_THREADS"] = str(threads_per_rank(processes))
+        variables |= {"OMP_NUM_THREADS": str(threads_per_rank(processes)), SHARED_CORES: "1"}
     return variables

@@ -7,7 +7,9 @@ A bucket is one flat tensor. The rows of one owner lie together in it, whichever
                 rank 0       rank 1
 
 Each ``+`` is a flag: a number that is not finite if one of the sending rank's gradients is not finite. Its sum tells
-all ranks the same, before any of them begins an update in which it would wait for a rank that has stopped.
+all ranks the same, before any of them begins an update in which it would wait for a rank that has stopped. In a run
+that is exact in bits, a bucket has float64 numbers, and behind each flag the counts of all its weights
+(:mod:`evener.components.exact_sum`).
 
 Backward fills the buckets from the last weights to the first. A full bucket is sent at once, but never before those in
 front of it, so that all ranks send in the same order, also if one of them skips a layer.
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from evener.collectives.reduce_scatter import Pending
 from evener.components import gradients
+from evener.components.exact_sum.gradients import ExactGradients
 from evener.errors import ConfigurationError
 from evener.hardware.async_read import Readout, is_late
 from evener.hardware.memory import made_as
@@ -42,35 +45,42 @@ class Bucket:
         weights: Dense weights of one dtype on one device.
         degree: Number of ranks that own rows.
         rank: Index of this rank among them.
+        counted: Whether the sum is to be exact in bits.
     """
 
-    def __init__(self, weights: Sequence[Weight], degree: int, rank: int) -> None:
+    def __init__(self, weights: Sequence[Weight], degree: int, rank: int, counted: bool = False) -> None:
         self.weights, self.rank = list(weights), rank
-        self._shapes = [[weight.rows(weight.whole, of).shape for weight in weights] for of in range(degree)]
-        self._lengths = [
-            length for of_rank in self._shapes for length in (*map(torch.Size.numel, of_rank), 1)
+        whole = weights[0].whole
+        self.like = whole.new_empty(0, dtype=torch.float64 if counted else whole.dtype)
+        """An empty tensor of the type and on the device of the flat tensor."""
+        tail = torch.Size([1 + len(weights) if counted else 1])
+        self._shapes = [
+            (*(weight.rows(weight.whole, of).shape for weight in weights), tail) for of in range(degree)
         ]
-        self.sizes = [sum(map(torch.Size.numel, of_rank)) + 1 for of_rank in self._shapes]
-        """Number of elements of each rank, including its flag."""
+        self._lengths = [shape.numel() for of_rank in self._shapes for shape in of_rank]
+        self.sizes = [sum(map(torch.Size.numel, of_rank)) for of_rank in self._shapes]
+        """Number of elements of each rank, including its flag and counts."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the bucket's flat tensor."""
-        return sum(self.sizes) * self.weights[0].whole.element_size()
+        return sum(self.sizes) * self.like.element_size()
 
     def room(self) -> Tensor:
         """Allocates the flat tensor of the bucket."""
         with made_as(BUCKETS):
-            return self.weights[0].whole.new_empty(sum(self.sizes))
+            return self.like.new_empty(sum(self.sizes))
 
     def views(self, flat: Tensor) -> list[tuple[Tensor, ...]]:
-        """Returns for each rank the views of its rows of every weight in ``flat``, followed by the view of its flag."""
+        """Returns for each rank the views of its rows of every weight in ``flat``, followed by that of flag and
+        counts."""
         pieces = iter(flat.split_with_sizes(self._lengths))
-        return [tuple(next(pieces).view(shape) for shape in (*of_rank, ())) for of_rank in self._shapes]
+        return [tuple(next(pieces).view(shape) for shape in of_rank) for of_rank in self._shapes]
 
     def own_rows(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Returns views of this rank's rows of every weight, then of the flag, in ``flat``, which holds only these."""
-        shapes = (*self._shapes[self.rank], torch.Size(()))
+        """Returns views of this rank's rows of every weight, then of flag and counts, in ``flat``, which holds only
+        these."""
+        shapes = self._shapes[self.rank]
         pieces = flat.split_with_sizes([shape.numel() for shape in shapes])
         return tuple(piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
 
@@ -84,7 +94,9 @@ class Bucket:
                 of_rank[place].copy_(weight.rows(gradient, rank))
 
 
-def buckets_of(weights: Iterable[Weight], nbytes: int, degree: int, rank: int) -> list[Bucket]:
+def buckets_of(
+    weights: Iterable[Weight], nbytes: int, degree: int, rank: int, counted: bool = False
+) -> list[Bucket]:
     """Groups weights of one dtype and device, from the last to the first, until a group reaches ``nbytes``."""
     found: list[list[Weight]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[Weight]] = {}
@@ -95,7 +107,7 @@ def buckets_of(weights: Iterable[Weight], nbytes: int, degree: int, rank: int) -
         filling[key].append(weight)
         if sum(each.whole.nbytes for each in filling[key]) >= nbytes:
             del filling[key]
-    return [Bucket(held, degree, rank) for held in found]
+    return [Bucket(held, degree, rank, counted) for held in found]
 
 
 Look = Callable[[Tensor, gradients.Named, float | None], Readout]
@@ -104,14 +116,19 @@ it is known. Returns a number that is finite if all gradients are."""
 
 
 class Filling:
-    """A bucket while backward fills it. Its memory is ``flat``."""
+    """A bucket while backward fills it. Its memory is ``flat``.
 
-    def __init__(self, bucket: Bucket, flat: Tensor) -> None:
+    Args:
+        exact: Adds up the gradients of all blocks, if the sum is to be exact in bits.
+    """
+
+    def __init__(self, bucket: Bucket, flat: Tensor, exact: ExactGradients | None = None) -> None:
         self.flat = flat
-        self._bucket, self._views = bucket, bucket.views(self.flat)
+        self._bucket, self._views, self._exact = bucket, bucket.views(self.flat), exact
         self._filled: set[int] = set()
+        self._last_block: dict[str, Tensor] = {}
         # On a CPU each gradient is checked when it comes, while it is in the processor's cache.
-        self._number = None if is_late(flat.device) else 0.0
+        self._number = None if is_late(flat.device) or exact is not None else 0.0
 
     @property
     def is_full(self) -> bool:
@@ -124,7 +141,10 @@ class Filling:
         gradient, weight.whole.grad = weight.whole.grad, None
         if self._number is not None and gradient is not None:
             self._number += gradients.number_of(gradient)
-        self._bucket.copy_in(self._views, place, gradient)
+        if self._exact is None:
+            self._bucket.copy_in(self._views, place, gradient)
+        elif gradient is not None:
+            self._last_block[weight.name] = gradient
         self._filled.add(place)
         return gradient is not None
 
@@ -132,11 +152,24 @@ class Filling:
         """Sets the flags, which are not finite if a gradient or ``total`` is not. Returns the result of ``look``."""
         for of_rank in self._views:
             of_rank[-1].zero_()
+        if self._exact is not None:
+            self._take_sums(self._exact)
         found = look(self.flat, self._named, self._number)
         doubt = found.tensor * 0 if total is None else found.tensor * 0 + total * 0
         for of_rank in self._views:
-            of_rank[-1].copy_(doubt)
+            of_rank[-1][:1].copy_(doubt)
         return found
+
+    @torch.no_grad()
+    def _take_sums(self, exact: ExactGradients) -> None:
+        """Copies the sums of all blocks of this rank into the bucket, with their counts."""
+        exact.add(self._last_block)
+        self._last_block.clear()
+        names = [weight.name for weight in self._bucket.weights]
+        for place, name in enumerate(names):
+            self._bucket.copy_in(self._views, place, exact.local(name))
+        for of_rank in self._views:
+            of_rank[-1][1:].copy_(exact.counts(names))
 
     def _named(self) -> list[tuple[str, Tensor]]:
         """Returns pairs of a weight's name and a rank's rows of it, for all ranks."""
@@ -164,6 +197,7 @@ class BucketRound:
         last_one: Called before the last bucket is sent.
         look: Called with the gradients of this rank, before they are summed with those of others.
         room: Allocates memory for a bucket that is to be summed.
+        exact: Adds up the gradients of all blocks, if the sum is to be exact in bits.
     """
 
     def __init__(
@@ -173,8 +207,9 @@ class BucketRound:
         last_one: Callable[[], None],
         look: Look,
         room: Callable[[Bucket], Tensor] = Bucket.room,
+        exact: ExactGradients | None = None,
     ) -> None:
-        self._room = room
+        self._room, self._exact = room, exact
         self.buckets, self._start, self._last_one, self._look = buckets, start, last_one, look
         self._places = {
             weight: (number, place)
@@ -226,7 +261,7 @@ class BucketRound:
 
     def _filling(self, number: int) -> Filling:
         if number not in self._open:
-            self._open[number] = Filling(self.buckets[number], self._room(self.buckets[number]))
+            self._open[number] = Filling(self.buckets[number], self._room(self.buckets[number]), self._exact)
         return self._open[number]
 
     def _take(self, filling: Filling, number: int, place: int) -> None:

@@ -140,6 +140,9 @@ class Scatter(Gather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: Any
     ) -> None:
         self._turns.take_turn(self._unit, _GRADIENTS, input_tensor.device)
+        self._reduce(output_tensor, input_tensor, group)
+
+    def _reduce(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> None:
         self._look(input_tensor)
         self._work_done()
         with waiting():

@@ -144,6 +144,10 @@ class Fsdp(Strategy):
             return NoSync(learner)
         if self.offload and learner.session.device.type != "cpu":
             _to_host(learner.model, learner.session.device)
+        return self.sums(learner)
+
+    def sums(self, learner: Learner) -> FsdpSum:
+        """Returns the synchronizer of a model that is divided."""
         return FsdpSum(learner)
 
     def stepper(self, learner: Learner) -> Stepper:
@@ -195,6 +199,7 @@ class FsdpSum(PostBackwardSum):
     """
 
     words, exchanges_in_passes, follows = "reduce-scatter of FSDP2", True, False
+    gathers_in_passes = True
 
     def __init__(self, learner: Learner, apart: bool = False) -> None:
         mesh, axes = learner.mesh, (AXIS,) if apart else DIVIDING_TERMS

@@ -129,7 +129,7 @@ class ReduceScatterMode(ReduceMode):
 
     def room(self, bucket: Bucket) -> Tensor:
         with made_as(BUCKETS):
-            return self.owners.room(bucket.weights[0].whole, sum(bucket.sizes))
+            return self.owners.room(bucket.like, sum(bucket.sizes))
 
     def start(self, bucket: Bucket, flat: Tensor) -> Pending:
         return self.owners.summed(flat, bucket.sizes)

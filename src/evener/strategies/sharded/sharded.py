@@ -26,6 +26,7 @@ from evener.strategies.base import Strategy
 from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.sharded.divided_updates import DividedUpdates
+from evener.strategies.sharded.exact_units import ExactFsdp
 from evener.strategies.sharded.fsdp import Fsdp, FsdpSum
 from evener.strategies.sharded.zero import Zero
 from evener.strategies.sharded.zero_reduce import ZeroSum
@@ -96,6 +97,10 @@ class Sharded(Strategy):
         return self._depth.combines
 
     @property
+    def sums_bits(self) -> bool:  # type: ignore[override]
+        return self.zero == 3 or self._depth.sums_bits
+
+    @property
     def apart(self) -> Mapping[str, str]:  # type: ignore[override]
         return {"pipeline": _NO_STAGES} if self.zero == 3 else {}
 
@@ -111,6 +116,8 @@ class Sharded(Strategy):
         return self._depth.parallelize(model, mesh, settings)
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
+        if self.zero == 3 and learner.settings.bits is not None:
+            return ExactFsdp(self.wrap, self.reshard, self.offload).synchronizer(learner)
         return self._depth.synchronizer(learner)
 
     def for_own_loop(self) -> Strategy:

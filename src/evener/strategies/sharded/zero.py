@@ -34,6 +34,7 @@ from evener.errors import ConfigurationError, ShareError
 from evener.nn.fqn import clean_name
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import summing
+from evener.strategies.exact_sums import check_layouts
 from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.sharded.owned_weight import AXIS
@@ -68,6 +69,7 @@ class Zero(Strategy):
     axis: ClassVar[str] = AXIS
     combines: ClassVar[tuple[str, ...]] = ("pipeline", "data", "context", "tensor")
     divides_model: ClassVar[bool] = True
+    sums_bits: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2):
@@ -93,6 +95,8 @@ class Zero(Strategy):
 
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
         if mesh.degree(AXIS) > 1:
+            if settings.bits is not None:
+                check_layouts(model)
             _cut(model, self.parts(mesh.degree(AXIS)), mesh.index(AXIS), self._owners(model, mesh, settings))
         return normalize_together(model, mesh)
 

@@ -27,6 +27,7 @@ from evener.distributed.mesh import DIVIDING_TERMS
 from evener.errors import ConfigurationError
 from evener.hardware.async_read import Readout, is_late
 from evener.hardware.timers import waiting
+from evener.strategies.exact_sums import add_block, check_kernels, exact_gradients
 from evener.strategies.learner import Learner
 from evener.strategies.reducer import Reducer
 from evener.strategies.sharded.buckets import MOST_ON_THE_WAY, Bucket, BucketRound, buckets_of
@@ -54,6 +55,9 @@ class ZeroSum(Reducer):
         assert everyone is not None
         super().__init__(learner, everyone)
         self._weights = {weight.piece: weight for weight in _weights(learner)}
+        learner.exact = self._exact = exact_gradients(learner, {w.name: w.whole for w in self._all})
+        if self._exact is not None:
+            check_kernels(learner.optimizer)
         self._way: ReduceMode = (AllReduceMode if stage == 1 else ReduceScatterMode)(learner, axes)
         self._sparse_sum = make("native", everyone, learner.session.timeout_seconds)
         self._round = self._round_of(self._all)
@@ -107,13 +111,12 @@ class ZeroSum(Reducer):
 
     def _round_of(self, weights: Iterable[Weight]) -> BucketRound:
         look = self._learner.unsound.of_flat
-        return BucketRound(
-            self._buckets(self._dense(weights)), self._way.start, self._work_done, look, self._way.room
-        )
+        buckets = self._buckets(self._dense(weights), counted=self._exact is not None)
+        return BucketRound(buckets, self._way.start, self._work_done, look, self._way.room, self._exact)
 
-    def _buckets(self, weights: Iterable[Weight]) -> list[Bucket]:
+    def _buckets(self, weights: Iterable[Weight], counted: bool = False) -> list[Bucket]:
         mesh = self._learner.mesh
-        return buckets_of(weights, self.bucket_bytes, mesh.degree(AXIS), mesh.index(AXIS))
+        return buckets_of(weights, self.bucket_bytes, mesh.degree(AXIS), mesh.index(AXIS), counted)
 
     # A step
 
@@ -129,11 +132,15 @@ class ZeroSum(Reducer):
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        self._last, summed_now = last, last or self._way.each_micro_batch
+        each = self._way.each_micro_batch and self._exact is None
+        self._last, summed_now = last, last or each
         with self._computing(sending=summed_now):
             yield
         if summed_now and not last:
             self._round.finish()
+
+    def end_block(self) -> None:
+        add_block(self._learner, {weight.name: weight.whole for weight in self._all})
 
     def until_complete(self) -> AbstractContextManager[None]:
         self._last = False
@@ -177,13 +184,16 @@ class ZeroSum(Reducer):
         if not self._round.buckets:
             self._work_done()
         told = [*self._hand_out(self._round), *self._sum_sparse(sparse)]
+        earlier = self._exact.given if self._exact is not None else set()
+        self._sum_again()
         self._wholes.barrier()  # other ranks may still read, in backward, the weights that this rank will update
         self._over = True
         if not self._all_sound(told):
             return tuple(
                 weight.name for weight in self._all
             )  # leads to an error that names the rank with a number that is not finite
-        return tuple(weight.name for weight in self._all if weight not in self._round.given | given)
+        given |= self._round.given
+        return tuple(w.name for w in self._all if w not in given and w.name not in earlier)
 
     def _look_at(self, weights: Iterable[Weight]) -> Readout:
         return self._learner.unsound.check_gradients(
@@ -210,9 +220,23 @@ class ZeroSum(Reducer):
             *rows, tells = bucket.own_rows(own)
             for weight, gradient in zip(bucket.weights, rows, strict=True):
                 weight.hide()
-                weight.piece.grad = gradient
-            yield tells
+                weight.piece.grad = gradient.to(weight.piece.dtype)
+            if self._exact is not None:
+                self._exact.take_counts([weight.name for weight in bucket.weights], tells[1:])
+            yield tells[:1]
         self._make_alike(weight for number in sorted(done.sums) for weight in done.buckets[number].weights)
+
+    def _sum_again(self) -> None:
+        """Ends sums that are exact in bits: those with too large numbers are made once more, over all ranks."""
+        if self._exact is None:
+            return
+        with waiting():
+            again = self._exact.finish(lambda limbs: self._sparse_sum(limbs).wait())
+        for weight in self._all:
+            if weight.name in again:
+                weight.piece.grad = weight.rows(again[weight.name], self._learner.mesh.index(AXIS)).to(
+                    weight.piece.dtype
+                )
 
     def _make_alike(self, weights: Iterable[Weight]) -> None:
         """Broadcasts the gradients of undivided weights from the first rank. A bucket holds such a gradient once per

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor, nn
 
 from evener.core.types import Tree
 from evener.data.batch import Batch, MicroBatch
 from evener.hardware.async_read import Readout, kept
 from evener.hardware.profile_ranges import named_range
 from evener.nn.attention_dispatch import attending
+from evener.strategies.exact_sums import begin_step
 from evener.strategies.interfaces import StepOutcome, Stepper
 from evener.strategies.learner import Learner
 
@@ -23,10 +26,15 @@ class Plain(Stepper):
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
         learner, synchronizer = self._learner, self._learner.synchronizer
+        begin_step(learner)
         before = learner.loose_buffers.versions()
         with learner.work_timer.step(step):
             totals = self._passes(batch.micro_batches, divisor, step)
             missing = synchronizer.complete()
+        if learner.exact is not None and not any(micro.weight for micro in batch.micro_batches):
+            missing = tuple(
+                learner.names[p] for p in learner.trained.first
+            )  # which got zeros from a placeholder
         return StepOutcome(
             totals=tuple(totals),
             missing=missing,
@@ -40,11 +48,15 @@ class Plain(Stepper):
         self, micro_batches: Sequence[MicroBatch], divisor: Callable[[], float], step: int
     ) -> list[Readout]:
         """Runs forward and backward of each micro-batch. Returns their summed losses."""
-        last = micro_batches[-1]
-        return [self._pass(micro, micro is last, divisor, step) for micro in micro_batches]
+        learner, last, totals = self._learner, micro_batches[-1], list[Readout]()
+        for micro in micro_batches:
+            totals.append(self._pass(micro, micro is last, divisor, step))
+            if learner.exact is not None and micro.ends_block and micro is not last:
+                learner.synchronizer.end_block()
+        return totals
 
     def _pass(self, micro: MicroBatch, last: bool, divisor: Callable[[], float], step: int) -> Readout:
-        learner, replica = self._learner, self._learner.replica
+        learner, replica = self._learner, self._replica
         with learner.micro_scope(micro, step) as current, learner.synchronizer.micro_batch(last):
             learner.work_timer.begin_forward()
             with named_range("forward"):
@@ -52,10 +64,19 @@ class Plain(Stepper):
             learner.work_timer.end_forward()
             total = kept(term)
             current.rewind()
-            with attending(micro.sequence), named_range("backward"):
+            with attending(micro.sequence), named_range("backward"), self._around_backward(micro, term):
                 # The gradient of term / divisor, with one autograd node less.
                 term.backward(torch.full_like(term, 1 / divisor()))
         return total
+
+    @property
+    def _replica(self) -> nn.Module:
+        """The model with its loss, which the passes run."""
+        return self._learner.replica
+
+    def _around_backward(self, micro: MicroBatch, term: Tensor) -> AbstractContextManager[None]:
+        """Returns a context for the backward of a micro-batch."""
+        return nullcontext()
 
     def outputs(self, micro: MicroBatch) -> Tree:
         with attending(micro.sequence):

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 import torch
 
+from evener.core.config.exact_bits import ExactBits
 from evener.core.config.kwargs import Settings
 from evener.core.config.process_range import one_number
 from evener.core.config.run_config import RunConfig
@@ -53,21 +54,31 @@ def estimate_memory(
     strategy = strategy_of(config, ranks)
     refuse_unknowable(config, strategy)
     built = resolve(task, BUILT_IN, options)()
-    found = estimate_ranks(built, settings_of_two_steps(config), range(ranks), ranks, kind)
+    batch_size = config.batch_size or built.batch_size
+    asked = settings_of_two_steps(config, batch_size, ranks)
+    found = estimate_ranks(built, asked, range(ranks), ranks, kind)
     return MemoryEstimate(
         task=built.name,
         strategy=str(strategy),
         device=kind,
-        batch_size=config.batch_size or built.batch_size,
+        batch_size=batch_size,
         shares=found[0].shares,
         ranks=tuple(each.memory for each in found),
         notes=tuple(_notes(config, kind, found)),
     )
 
 
-def settings_of_two_steps(config: RunConfig) -> RunConfig:
-    """Returns the settings without those that do not affect the memory of a step and would need real values."""
+def settings_of_two_steps(config: RunConfig, batch_size: int, ranks: int) -> RunConfig:
+    """Returns the settings without those that do not affect the memory of a step and would need real values. Grains
+    take the memory of micro-batches."""
+    micro_batch = config.samples_at_once
+    if config.exact == "bits":
+        micro_batch = min(batch_size, ranks * ExactBits.chosen(batch_size, config.grain).grain)
     return config.replace(
+        exact="sums",
+        grain=None,
+        block=None,
+        batch_norm="exact" if config.batch_norm == "grain" else config.batch_norm,
         epochs=None,
         workers=0,
         balance=balance_of(config, 1, unlike=False),
@@ -80,7 +91,7 @@ def settings_of_two_steps(config: RunConfig) -> RunConfig:
         throttle_at=(),
         memory_limit=None,
         memory_limit_at=(),
-        micro_batch=config.samples_at_once,
+        micro_batch=micro_batch,
         compile=None,
         compile_mode=None,
         compile_backend="inductor",
@@ -160,6 +171,10 @@ def _notes(config: RunConfig, kind: str, found: list[RankPeak]) -> list[str]:
         notes.append(
             f"this PyTorch has no {kind.upper()}: sizes are rounded as on a GPU, and operators are those of a CPU, "
             "which keep other things for backward here and there"
+        )
+    if config.exact == "bits":
+        notes.append(
+            "exact=bits adds gradients in float64: 16 more bytes for each parameter, half of it with one rank"
         )
     if any(each.built_for_real for each in found):
         notes.append("the model could be built with numbers only, and took its memory while it was estimated")

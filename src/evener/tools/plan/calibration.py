@@ -23,7 +23,16 @@ FORMAT = "evener-calibration-1"
 _COUNTED = (
     *("device", "micro_batch", "recompute", "dtype", "precision", "precision_of", "workers", "batch_norm"),
     *("compile", "compile_mode", "compile_backend", "allreduce", "compress", "bucket_mb", "clip_norm"),
-    *("offload", "optimizer_state", "fused_optimizer", "update_in_backward"),
+    *(
+        "offload",
+        "optimizer_state",
+        "fused_optimizer",
+        "update_in_backward",
+        "exact",
+        "grain",
+        "block",
+        "audit",
+    ),
 )
 
 
@@ -74,7 +83,7 @@ class Calibration:
         if task != self.task:
             raise ConfigurationError(f"the plan is of the task {self.task!r}, and this is {task!r}")
         for name, here in counted_settings(config).items():
-            there = self.settings.get(name)
+            there = self.settings.get(name, getattr(RunConfig, name))  # a file may be older than the setting
             if here != there:
                 raise ConfigurationError(
                     f"the plan was tried with {name}={there}, and this is {name}={here}: give the same, or make a plan "

@@ -74,6 +74,11 @@ def plan_for_cluster(
     began, config = time.monotonic(), (config or RunConfig()).replace(**settings)
     built = resolve(task, BUILT_IN, options)()
     batch_size = config.batch_size or built.batch_size
+    if config.exact == "bits":
+        raise ConfigurationError(
+            "a plan for a cluster is made of numbers about cards, and what grains cost on them is not among these: "
+            "leave exact out here, and plan with it on a machine with such cards, which is measured"
+        )
     most = one_number(config.processes) or len(cluster.ranks)
     if most > len(cluster.ranks):
         raise ConfigurationError(f"processes is {most}, and the cluster has {len(cluster.ranks)} cards")

@@ -13,6 +13,7 @@ import torch
 
 from evener.balance.registry import fixed_weights
 from evener.balance.throttle import Throttle
+from evener.core.config.exact_bits import ExactBits
 from evener.core.config.kwargs import Settings
 from evener.core.config.process_range import one_number
 from evener.core.config.run_config import RunConfig
@@ -57,6 +58,10 @@ TRIAL_SECONDS = 0.05, 1.0
 BUSY = 0.5
 """A machine is busy if more programs than this part of its cores want to compute."""
 COST_IGNORED = "Task.cost is not considered: a rank's time is predicted by its number of samples"
+COST_OF_GRAINS = (
+    "A rank with one or two grains loses nothing; one with many grains of a small fully connected network takes 2 to 4 "
+    "times as long as with whole batches"
+)
 ESTIMATED = 5
 """So many of the fastest ways get an estimate of their memory."""
 
@@ -91,12 +96,18 @@ def make_plan(
     if calibration is None:
         calibration = calibrate(task, config, options=options, seconds=seconds)
     calibration.check(built.name, config)
+    if with_grains(config, batch_size) != with_grains(config, calibration.batch_size):
+        raise ConfigurationError(
+            f"the trials were of batches of {calibration.batch_size}, whose grains are not those of batches of "
+            f"{batch_size}: plan without them, or make them with grain and block"
+        )
+    config = with_grains(config, batch_size)
     ways = ways_of(calibration, config, batch_size)
     if not ways:
         reasons = "; ".join(f"{name}: {why}" for name, why in calibration.refused.items())
         raise ConfigurationError(f"{built.name} can be trained in no way that was tried: {reasons}")
     timed = partial(predicted, config=config, batch_size=batch_size)
-    is_free = strategy_named(config) == "auto" and not config.memory_limit
+    is_free = strategy_named(config) == "auto" and not config.memory_limit and config.exact != "bits"
     by_merges = fastest_by_local_steps(ways, config, timed) if is_free else None
     ways, notes = _with_memory(task, ways, config, batch_size, options)
     ways += [] if by_merges is None else [by_merges]
@@ -107,6 +118,10 @@ def make_plan(
         )
     if built.cost is not None:
         notes.append(COST_IGNORED)
+    if config.exact == "bits":
+        notes.append(
+            f"exact=bits: {ExactBits.chosen(batch_size, config.grain, config.block).words}. {COST_OF_GRAINS}"
+        )
     return TrainingPlan(
         task=built.name,
         batch_size=batch_size,
@@ -122,6 +137,15 @@ def make_plan(
         seconds=time.monotonic() - began,
         notes=tuple(notes),
     )
+
+
+def with_grains(config: RunConfig, batch_size: int) -> RunConfig:
+    """Returns the settings with the grains that batches of this size have, so that trials of smaller ones have them
+    too."""
+    if config.exact != "bits":
+        return config
+    bits = ExactBits.chosen(batch_size, config.grain, config.block)
+    return config.replace(grain=bits.grain, block=bits.grains_per_block)
 
 
 def ways_of(calibration: Calibration, config: RunConfig, batch_size: int) -> list[Way]:
@@ -159,6 +183,7 @@ def calibrate(
     kind, built = kind_taken(config.device), resolve(task, BUILT_IN, options)()
     numbers = numbers or numbers_of_ranks(one_number(config.processes) or default_processes(kind))
     batch_size, load = config.batch_size or built.batch_size, os.getloadavg()[0]
+    of_settings, config = counted_settings(config), with_grains(config, batch_size)
     asked = {ranks: _asked(ranks, config, batch_size) for ranks in numbers}
     trials = sum(len(pairs) for rounds in asked.values() for pairs in rounds)
     each = (seconds - START_SECONDS * len(numbers)) / trials - SETUP_SECONDS
@@ -191,7 +216,7 @@ def calibrate(
         devices,
         load,
         this_machine(),
-        counted_settings(config),
+        of_settings,
         structure=structure_of(built),
     )
 

@@ -19,6 +19,7 @@ _NOTES = (
     "offload",
     "optimizer",
     "optimizer_state",
+    "exact",
     "batch_norm",
     "updates",
     "emulation",

@@ -16,13 +16,23 @@ number of steps. So it is *measured*, on runs that differ from the reference by 
 ``comparison``          the record of a comparison
 ``hints``               the first difference, and its likely cause
 ``verification``        runs it all
+``bits``                compares the bits of runs that are exact in bits
 ======================  ==================================================================
 
 :mod:`evener.tools.verify_script` does the same for a user's script.
 """
 
+from evener.tools.verify.bits import BitsVerification, verify_bits
 from evener.tools.verify.comparison import Verification, relative_error
 from evener.tools.verify.trajectory import Trajectory, record
 from evener.tools.verify.verification import verify
 
-__all__ = ["Trajectory", "Verification", "record", "relative_error", "verify"]
+__all__ = [
+    "BitsVerification",
+    "Trajectory",
+    "Verification",
+    "record",
+    "relative_error",
+    "verify",
+    "verify_bits",
+]

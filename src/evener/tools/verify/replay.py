@@ -53,6 +53,7 @@ REPEATED = (
         "dtype",
         "precision",
         "precision_of",
+        *("exact", "grain", "block"),
         "batch_norm",
         "fused_optimizer",
         "recompute",

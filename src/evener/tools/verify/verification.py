@@ -125,7 +125,8 @@ def alone(config: RunConfig, processes: int = 1) -> RunConfig:
     alike |= {"throttle": None, "throttle_at": (), "compress": None, "allreduce": None}
     alike |= {"strategy_option": (), "mesh": None, "devices": None, "recompute": None}
     alike |= {"offload": None, "offload_to": None}
-    alike |= {"update_in_backward": False, "batch_norm": "exact"}
+    alike |= {"update_in_backward": False}
+    alike |= {"batch_norm": "exact"} if config.batch_norm == "local" else {}
     if strategy is not None:
         alike["balance"] = config.balance
         if config.balance == "auto":

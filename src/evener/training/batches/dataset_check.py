@@ -38,35 +38,39 @@ Readings = Sequence[Sequence[str]]
 def check_data(config: RunConfig, learner: Learner) -> None:
     """Compares some samples of the training and the evaluation set, if the settings ask for it. A collective call.
 
+    A run that is exact in bits seeds the generators for each grain. So it is always checked that a sample depends on
+    nothing else.
+
     Raises:
         DataError: If a sample is not the same on all ranks or at both readings, on all ranks alike.
         ConfigurationError: If the data set has no indices.
     """
-    if config.check_data is None:
+    how = config.check_data or ("augmented" if config.exact == "bits" else None)
+    if how is None:
         return
     task = learner.task
     for name, dataset in (("training set", task.train), ("evaluation set", task.evaluate)):
-        if dataset is not None:
-            _check(dataset, name, config, learner)
+        if dataset is not None and (config.check_data or not isinstance(dataset, IterableDataset)):
+            skips = config.check_data is None and config.on_bad_sample == "skip"
+            _check(dataset, name, config.seed, how == "augmented", skips, learner)
 
 
-def _check(dataset: Any, name: str, config: RunConfig, learner: Learner) -> None:
+def _check(dataset: Any, name: str, seed: int, augmented: bool, skips: bool, learner: Learner) -> None:
     if isinstance(dataset, IterableDataset):
         raise ConfigurationError(
             f"check_data: the {name} is iterable, and has no indices that could be read twice"
         )
-    order = Order(len(dataset), seed=config.seed)
+    order = Order(len(dataset), seed=seed)
     indices = sorted(order.ids(0, 0, min(SAMPLES, order.size)).tolist())
-    augmented = config.check_data == "augmented"
     control, shared = learner.session.control, learner.task.partition != "sample"
-    found = control.gather_objects(_readings(dataset, name, indices, augmented))
+    found = control.gather_objects(_readings(dataset, name, indices, augmented, skips))
     different = difference(found, shared)
     if different is None:
         return
     place, words = different
     drawn = (
         not augmented
-        and difference(control.gather_objects(_readings(dataset, name, indices, True)), shared) is None
+        and difference(control.gather_objects(_readings(dataset, name, indices, True, skips)), shared) is None
     )
     raise DataError(
         f"the {name} does not give the same sample for one index: {called(dataset, indices[place])} {words}. "
@@ -99,12 +103,13 @@ def difference(found: Sequence[Readings], shared: bool = True) -> tuple[int, str
     return None
 
 
-def _readings(dataset: Any, name: str, indices: Sequence[int], seeded: bool) -> Readings:
+def _readings(dataset: Any, name: str, indices: Sequence[int], seeded: bool, skips: bool) -> Readings:
     with generators_kept():
-        return [[_digest(dataset, name, index, seeded) for index in indices] for _ in range(2)]
+        return [[_digest(dataset, name, index, seeded, skips) for index in indices] for _ in range(2)]
 
 
-def _digest(dataset: Any, name: str, index: int, seeded: bool) -> str:
+def _digest(dataset: Any, name: str, index: int, seeded: bool, skips: bool) -> str:
+    """Returns the digest of a sample; a text if it cannot be read and the run ``skips`` such samples."""
     if seeded:
         torch.manual_seed(index)
         np.random.seed(index)  # a user's data set may draw from it
@@ -114,5 +119,7 @@ def _digest(dataset: Any, name: str, index: int, seeded: bool) -> str:
     except InterruptedRunError:
         raise
     except Exception as error:
+        if skips:
+            return f"{type(error).__name__} instead of a sample"
         raise DataError(failure(error, f"reading {called(dataset, index)} of the {name}").message) from error
     return digest_of(item)

@@ -39,6 +39,8 @@ def why_by_speed(config: RunConfig, session: Session) -> str:
         (kind_of(session.device), torch.are_deterministic_algorithms_enabled())
     )
     why = difference([kind for kind, _ in said], config)
+    if config.exact == "bits":
+        return f"{why}: batches are divided by speed, as with balance auto" if why else ""
     if not why or any(wants_bits for _, wants_bits in said):
         return ""
     return (

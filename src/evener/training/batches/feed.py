@@ -20,6 +20,7 @@ from evener.core.config.run_config import RunConfig
 from evener.core.plugins import is_named
 from evener.core.records import MemoryRecord, Note
 from evener.data.batch import Batch
+from evener.data.grains import in_whole_blocks, padded
 from evener.data.loader import Loader
 from evener.data.rounds import Rounds
 from evener.data.sections import Sections
@@ -161,13 +162,17 @@ class BatchFeed:
             first_step=progress.steps,
             skips=self.skips is not None,
             rounds=self._learner.rounds,
+            bits=self._learner.settings.bits,
+            equally_many=self._learner.synchronizer.gathers_in_passes,
+            audit=config.audit,
             resume=self.stream_state,
             tell=lambda message: self._events.append(Note(progress.steps, message)),
         )
         # Besides the loader's read-ahead, a batch is looked at one step early, and times are known late.
         drawn_ahead = max(self._learner.session.control.gather_objects(loader.lookahead))
-        data = self._learner.data if adds_up(self._learner.session) else None
-        self.balancer = balancer_of(config, reading, drawn_ahead + 1 + self._steps_late, data)
+        bits = self._learner.settings.bits
+        data = self._learner.data if adds_up(self._learner.session, bits is not None) else None
+        self.balancer = balancer_of(config, reading, drawn_ahead + 1 + self._steps_late, data, bits)
         if self.balancer_state:
             self.balancer.load_state_dict(self.balancer_state)
         self._prepared = place, loader
@@ -184,7 +189,7 @@ class BatchFeed:
         if self._loader is None:
             self._ready(progress)
         assert self.balancer is not None
-        return self._of_ranks(self.balancer.shares(progress.steps, self._size)), _learns(self.balancer)
+        return self._of_ranks(self._drawn(progress.steps)), _learns(self.balancer)
 
     @property
     def _size(self) -> int:
@@ -214,6 +219,12 @@ class BatchFeed:
         assert self.balancer is not None
         return self.balancer.shares(step, size)
 
+    def _drawn(self, step: int) -> Sequence[int]:
+        """Returns the shares of a whole batch, or round, in ``step``."""
+        size, bits = self._size, self._learner.settings.bits
+        given = self._shares(step, size if bits is None else padded(bits, size))
+        return given if bits is None else in_whole_blocks(bits, size, given)
+
     def _fractions(self, step: int, size: int) -> Sequence[float]:
         assert self.balancer is not None
         return self.balancer.fractions(step, size)
@@ -229,8 +240,9 @@ class BatchFeed:
         batch = step.batch
         if self._by_cost is None:
             return batch.shares, None
-        mean = self._by_cost.costs.mean
-        return self._shares(step.number, batch.size), tuple(cost / mean for cost in batch.costs)
+        mean, bits = self._by_cost.costs.mean, self._learner.settings.bits
+        size = batch.size if bits is None else padded(bits, batch.size)
+        return self._shares(step.number, size), tuple(cost / mean for cost in batch.costs)
 
     def observe_step(self, step: Step) -> None:
         """Processes a step once all ranks know its times and its number of unreadable samples.
@@ -312,7 +324,7 @@ class BatchFeed:
         """Returns the shares that the ranks took in the last step. None, before the first, means equal shares."""
         if self.balancer is None or steps_done == 0:
             return None
-        shares = self.balancer.shares(max(self.first_step, steps_done - 1), self._size)
+        shares = self._drawn(max(self.first_step, steps_done - 1))
         return [float(share) for share in self._of_ranks(shares)]
 
     def evaluation_options(self, steps_done: int) -> EvaluationOptions:

@@ -242,6 +242,8 @@ def _release(engine: Engine) -> None:
     engine.state.saver.give_up()
     engine.learner.optimizer.state.clear()
     engine.learner.average.free()
+    if engine.learner.exact is not None:
+        engine.learner.exact.free()
     for parameter in engine.model.parameters():
         parameter.grad = None
         parameter.data = parameter.data.new_empty(0)

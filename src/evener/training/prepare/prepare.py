@@ -225,6 +225,11 @@ def config_of(settings: dict[str, Any]) -> RunConfig:
     Raises:
         ConfigurationError: For a setting that does not go with a loop of the user's own.
     """
+    if settings.get("exact", "sums") != "sums":
+        raise ConfigurationError(
+            "evener.prepare takes no exact=bits: a loop of your own sends a whole share through the model at once, "
+            "and grains must be computed one by one; use evener.fit, or evener.Engine with engine.step(batch)"
+        )
     for name in settings:
         if name not in SETTINGS:
             known = name in {field.name for field in fields(RunConfig)}

@@ -275,6 +275,7 @@ def summary_text(summary: RunSummary) -> str:
         summary.offload,
         summary.optimizer,
         summary.optimizer_state,
+        f"{summary.exact}; weights sha256 {summary.weights_digest}" if summary.exact else "",
         summary.batch_norm,
         summary.updates,
         _graphs_text(summary) if summary.graphs else "",

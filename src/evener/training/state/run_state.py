@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from evener.core.elsewhere import place_of, shown, url_of
 from evener.data.fingerprint import Fingerprint, difference, fingerprint
 from evener.data.stream_state import StreamState
 from evener.errors import CheckpointError, ConfigurationError
+from evener.strategies.exact_bits import words_of
 from evener.strategies.learner import Learner
 from evener.training.batches.feed import BatchFeed
 from evener.training.batches.progress import Progress
@@ -28,7 +30,7 @@ from evener.training.state.remote_run import fetched_on_all_hosts
 
 _SAID = (
     *("dtype", "precision", "precision_of", "optimizer_state", "fused_optimizer", "batch_norm"),
-    *("clip_norm", "compress", "micro_batch"),
+    *("clip_norm", "compress", "micro_batch", "exact"),
 )
 """Settings that may change when a run resumes, although the training is then not the same."""
 
@@ -97,6 +99,7 @@ class RunState:
         """Resumes from the result of :meth:`whole`."""
         state.check_form(found)
         progress = self._feed.sample_order().resumed(found["progress"])
+        self._check_bits(found.get("bits"), warnings.warn)
         state.check_kind(self._learner.optimizer, found["optimizer"])
         over = self._terms.chosen(found.get("said"), warnings.warn)
         self._learner.load_state_dict(
@@ -114,8 +117,35 @@ class RunState:
             "kept": self.kept_text(),
             "said": self._terms.said,
             "averaged": self._learner.average.state_dict(),
+            "bits": self._bits(),
+            "exact": self._learner.exact.state_dict() if self._learner.exact else None,
             "loss_scale": self._learner.scale.state_dict() if self._learner.scale else None,
         }
+
+    def _bits(self) -> dict[str, Any] | None:
+        """Returns what the bits of the weights depend on; None if the run is not exact in bits."""
+        bits, device = self._learner.settings.bits, self._learner.session.device
+        return None if bits is None else {**asdict(bits), "words": words_of(bits, device)}
+
+    def _check_bits(self, saved: Mapping[str, Any] | None, tell: Callable[[str], object]) -> None:
+        """Compares what the bits depend on with what a checkpoint says.
+
+        Raises:
+            ConfigurationError: If batches would be cut in another way than before.
+        """
+        here = self._bits()
+        if saved is None or here is None:  # settings that differ are told
+            return
+        if any(saved[name] != here[name] for name in ("grain", "grains_per_block")):
+            raise ConfigurationError(
+                f"the checkpoint is of a run with grain {saved['grain']} and block {saved['grains_per_block']}, and "
+                f"this one has {here['grain']} and {here['grains_per_block']}, so that its weights would have other "
+                f"bits: give grain={saved['grain']} and block={saved['grains_per_block']} (--grain, --block)"
+            )
+        if saved["words"] != here["words"]:
+            tell(
+                f"the run goes on {here['words']}, and was begun {saved['words']}, which may round otherwise"
+            )
 
     def kept_text(self) -> str:
         """Returns the state of the objects in ``kept``, as JSON.
@@ -143,6 +173,8 @@ class RunState:
             self._terms.replay(progress.steps if by_step else progress.epoch)
         elif self._scheduler is not None and rest["scheduler"] is not None:
             self._scheduler.load_state_dict(state.rates_as_in(self._learner.optimizer, rest["scheduler"]))
+        if self._learner.exact is not None:
+            self._learner.exact.load_state_dict(rest.get("exact") or {"units": {}})
         if self._learner.scale is not None and rest.get("loss_scale") is not None:
             self._learner.scale.load_state_dict(rest["loss_scale"])
         self._learner.average.load_state_dict(rest.get("averaged"), progress.steps)
@@ -191,6 +223,7 @@ class RunState:
         fetched_on_all_hosts(path, session)
         found = checkpoint.agreed(path, session.control, session.rank, session.world_size, tell)
         progress = self._feed.sample_order().resumed(found.rest["progress"])
+        self._check_bits(found.rest.get("bits"), tell if session.rank == 0 else _tell_nobody)
         self._check_data(found)
         pieces = found.read(learner.held_state())
         state.check_kind(learner.optimizer, pieces["optimizer"])

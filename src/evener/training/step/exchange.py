@@ -23,6 +23,7 @@ import torch.distributed as dist
 from evener.balance.by_speed_large import SpeedReport
 from evener.collectives.hierarchical_sum import MOST_ROWS, Levels, Summing
 from evener.collectives.registry import SUBSTITUTES
+from evener.core.exact_numbers import exact_total
 from evener.distributed.control_channel import Pending
 from evener.distributed.mesh import DIVIDING_TERMS, Mesh
 from evener.distributed.session import Session
@@ -113,10 +114,14 @@ class Telling(Protocol):
 
 
 class ByRows:
-    """Gathers the rows of all ranks. With thousands of ranks, each sum is one call, with no Python loop over ranks."""
+    """Gathers the rows of all ranks. With thousands of ranks, each sum is one call, with no Python loop over ranks.
 
-    def __init__(self, control: Exchange, mesh: Mesh) -> None:
-        self._control, self._mesh = control, mesh
+    Args:
+        exact: Whether sums must have the same bits on any division of the samples.
+    """
+
+    def __init__(self, control: Exchange, mesh: Mesh, exact: bool = False) -> None:
+        self._control, self._mesh, self._exact = control, mesh, exact
 
     def start(self, step: int, signal: RankStats, memory: MemoryUse, measured: Step | None) -> Hearing:
         pending = self._control.exchange(row_of(signal, memory))
@@ -126,14 +131,21 @@ class ByRows:
         contributors, missing = self._mesh.data.contributors, [0.0]
         if any(rows.missing):
             missing = [rows.missing[rank] for rank in self._mesh.ranks(*DIVIDING_TERMS)]
+        results = Results.from_rows(
+            list(zip(rows.total, rows.soundness, rows.unsound, strict=True)), contributors
+        )
+        next_count: float = sum(select_ranks(contributors, rows.next_count))
+        if self._exact:
+            next_count = _exact(contributors, rows.next_count, rows.next_count_rest)
+            results = replace(results, total=_exact(contributors, rows.total, rows.total_rest))
         return GatheredStep(
-            sum(select_ranks(contributors, rows.next_count)),
+            next_count,
             sum(select_ranks(contributors, rows.skipped)),
             max(rows.wish),
             any(rows.buffers_changed),
             missing,
             rows.division,
-            Results.from_rows(list(zip(rows.total, rows.soundness, rows.unsound, strict=True)), contributors),
+            results,
             any(rows.differing),
             rows,
             memory,
@@ -265,20 +277,33 @@ class BySums:
         return wait
 
 
-def adds_up(session: Session) -> bool:
-    """Returns True if a session has too many ranks for rows. False for ranks that are only simulated."""
-    if session.world is None or dist.get_backend(session.world) in SUBSTITUTES:
+def _exact(ranks: Sequence[int], numbers: Sequence[float], rests: Sequence[float]) -> float:
+    return exact_total([*select_ranks(ranks, numbers), *select_ranks(ranks, rests)])
+
+
+def adds_up(session: Session, exact: bool = False) -> bool:
+    """Returns True if a session has too many ranks for rows. False for ranks that are only simulated, and in a run that
+    is exact in bits."""
+    if exact or session.world is None or dist.get_backend(session.world) in SUBSTITUTES:
         return False
     return session.world_size > MOST_ROWS
 
 
 @contextmanager
 def way_to_tell(
-    session: Session, mesh: Mesh, control: Exchange, speech: Callable[[], BalanceReporter]
+    session: Session,
+    mesh: Mesh,
+    control: Exchange,
+    speech: Callable[[], BalanceReporter],
+    exact: bool = False,
 ) -> Iterator[Telling]:
-    """Yields the way to exchange step numbers: rows, or sums for many ranks. A collective call."""
-    if session.world is None or not adds_up(session):
-        yield ByRows(control, mesh)
+    """Yields the way to exchange step numbers: rows, or sums for many ranks. A collective call.
+
+    Args:
+        exact: Whether sums must have the same bits on any division of the samples, for which rows are needed.
+    """
+    if session.world is None or not adds_up(session, exact):
+        yield ByRows(control, mesh, exact)
         return
     with session.watchdog.wait("start of the sums over all ranks"):
         sums = Levels(session.world, session.timeout_seconds, session.watchdog)

@@ -80,7 +80,12 @@ class ManualStep:
         return sums[0] / sums[1] if sums[1] else math.nan
 
     def check_meets(self) -> None:
-        """Raises ConfigurationError if the ranks do not meet in every step."""
+        """Raises ConfigurationError if the ranks do not meet in every step, or grains are to be computed apart."""
+        if self._learner.settings.bits is not None:
+            raise ConfigurationError(
+                "exact=bits goes with engine.step(batch), which computes one grain after the other; in a loop with "
+                "backward() and update() of your own leave exact out"
+            )
         if self._learner.rounds is not None:
             raise ConfigurationError(
                 f"strategy {self._learner.name!r} takes steps of its own between two merges: take them with "

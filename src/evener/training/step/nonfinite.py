@@ -44,7 +44,7 @@ class NonFinitePolicy:
     def __init__(self, policy: str, learner: Learner, observers: Observers) -> None:
         self._policy, self._learner, self._observers = policy, learner, observers
         learner.may_leave_out |= policy == "skip" or learner.scale is not None
-        self._late = learner.session.runs_behind
+        self._late = learner.session.runs_behind and learner.settings.bits is None
         self.skipped = 0
         """Number of skipped steps."""
         self._in_a_row = 0

@@ -63,6 +63,9 @@ class RankStats(NamedTuple):
     """Number of findings about compiled code that other ranks do not know yet."""
     division: float = 0.0
     """Code of how this batch and the next are divided. It must be the same on all ranks."""
+    next_count_rest: float = 0.0
+    """What ``next_count`` leaves of the exact number, in a run that is exact in bits; like the next."""
+    total_rest: float = 0.0
 
 
 def row_of(signal: RankStats, memory: MemoryUse) -> tuple[float, ...]:
@@ -90,6 +93,8 @@ class AllRankStats(NamedTuple):
     graphs: tuple[float, ...]
     differing: tuple[float, ...]
     division: tuple[float, ...]
+    next_count_rest: tuple[float, ...]
+    total_rest: tuple[float, ...]
 
 
 Columns = Sequence[tuple[float, ...]]

@@ -21,6 +21,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from torch import Tensor
 from evener.balance.base import shares_in_words
 from evener.components.compile import Graphs
 from evener.components.trainable import check_trained_alike
+from evener.core.exact_numbers import Added, plain_total, total_and_rest
 from evener.core.losses import Loss
 from evener.data.batch import Batch
 from evener.distributed.hosts import all_gather
@@ -56,6 +58,7 @@ class StepSync:
         graphs: What this rank has compiled, and its findings.
         telling: How the ranks exchange rows; ``ByRows`` if None.
         prompt: Whether to wait for a device that runs behind, because those of other ranks do not.
+        exact: Whether sums must have the same bits on any division. Their counts make the host wait for the device.
     """
 
     def __init__(
@@ -69,9 +72,11 @@ class StepSync:
         graphs: Graphs | None = None,
         telling: Telling | None = None,
         prompt: bool = False,
+        exact: bool = False,
     ) -> None:
         self.control, self._mesh, self._loss, self._observe = control, mesh, loss, observe
-        self._device, self._late = device, is_late(device) and not prompt
+        self._device, self._late = device, is_late(device) and not (prompt or exact)
+        self._added: Added = total_and_rest if exact else plain_total
         self._counts: dict[tuple[int, int], float] = {}
         self._telling = telling or ByRows(control, mesh)
         self._in_flight: tuple[Step, Batch | None, Hearing] | None = None
@@ -100,8 +105,9 @@ class StepSync:
             self.settle()
             place = (step.batch.epoch, step.batch.index)
             if place not in self._counts:
-                rows = self.control.exchange([_sum(self.count(step.batch))]).wait()
-                self._counts = {place: sum(row[0] for row in self._mesh.data.of_contributors(rows))}
+                own = self._added(_values(self.count(step.batch)))
+                rows = self._mesh.data.of_contributors(self.control.exchange(own).wait())
+                self._counts = {place: self._added(chain.from_iterable(rows))[0]}
         step.terms = self._counts[place]
         step.count = self._loss().divisor(step.terms)
         return (step.count or 1.0) / loss_scale
@@ -136,7 +142,8 @@ class StepSync:
         step.merge_spread, step.wasted = outcome.merge_spread, outcome.wasted
         step.merge_ranks, step.merge_bytes = outcome.merge_ranks, outcome.merge_bytes
         step.merges = tuple(tuple(astuple(each) for each in held) for held in outcome.merges)
-        results = total, soundness, _ = (0.0, 0.0, 0.0)
+        total = soundness = unsound = 0.0
+        rests: list[float] = []
         if self._late:
             step.results = self._telling.results(self._on_device(outcome))
             measured, times = self._before, self._times()
@@ -144,19 +151,19 @@ class StepSync:
         else:
             self._unmeasured = outcome.compute_seconds, elapsed, outcome.forward_seconds
             unsound = max((place.value() for place in outcome.unsound), default=0.0)
-            results = total, soundness, _ = _sum(outcome.totals), _sum(outcome.soundness), unsound
+            (total, *rests), soundness = self._added(_values(outcome.totals)), sum(_values(outcome.soundness))
             measured, times = step, self._times()
         doubtful = not (math.isfinite(total) and math.isfinite(soundness))
         graphs, differing = self._graphs.made, float(self._graphs.untold)
         step.only_work, self._made = graphs == self._made and not outcome.retries, graphs
         read_seconds = input_seconds + outcome.input_seconds
-        counts = (_sum(next_count), outcome.missing_code, float(outcome.buffers_changed), read_seconds)
+        count, *count_rest = self._added(_values(next_count))
+        counts = (count, outcome.missing_code, float(outcome.buffers_changed), read_seconds)
         asked = (self.wish, len(step.batch.skipped), outcome.retries, outcome.piece, graphs, differing)
-        row = RankStats(*counts, *results, *times, *asked, _code_of(step.batch, upcoming, outcome.changes))
+        code = _code_of(step.batch, upcoming, outcome.changes)
+        row = RankStats(*counts, total, soundness, unsound, *times, *asked, code, *count_rest, *rests)
         step.changes = outcome.changes
-        step.batch = (
-            outcome.batch or step.batch.without_samples()
-        )  # it is reported while later ones are computed
+        step.batch = outcome.batch or step.batch.without_samples()  # reported while later ones are computed
         step.asked_to_stop = outcome.asked_to_stop
         if measured is not None:
             measured.own_seconds = RankTimes(*times)
@@ -367,8 +374,8 @@ def _code_of_division(batch: Batch, code: int = 0) -> int:
     return zlib.crc32(array("d", batch.costs).tobytes(), code) if batch.costs else code
 
 
-def _sum(numbers: Iterable[Readout]) -> float:
-    return sum([number.value() for number in numbers])
+def _values(numbers: Iterable[Readout]) -> list[float]:
+    return [number.value() for number in numbers]
 
 
 def _take_rows(step: Step, heard: GatheredStep) -> None:

@@ -1,0 +1,122 @@
+"""What sums cost that have the same bits on any division (`--exact bits`), beside plain sums of the same gradients.
+
+A step's gradients come in blocks. Plain sums add them in float32 in place, as autograd does, and sum that over the
+ranks; exact ones round each block to the grid, add it in float64, and sum float64 over the ranks. One and two CPU
+ranks, one thread each, in turns; the all-reduce is the default. Told is the thread's CPU time, which other programs
+disturb less. `benchmarks.bits_grains` says what grains cost.
+
+python -m benchmarks.bits [--turns 15] [--blocks 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import evener
+from benchmarks.drawn import randn
+from benchmarks.results import Table, Value, cell, record
+from evener.collectives.base import AllReduce
+from evener.collectives.registry import make
+from evener.components.exact_sum.gradients import ExactGradients
+from evener.torch_internals.foreach import add_each
+
+SIZES = (50_000, 500_000, 5_000_000)
+STEP_SECONDS = 0.020
+"""A step beside which the cost is told."""
+LAYERS = 8
+
+Blocks = list[dict[str, Tensor]]
+
+
+def drawn(size: int, blocks: int) -> Blocks:
+    """Gradients of layers with a matrix and a vector each."""
+    rows = int((size / LAYERS) ** 0.5)
+    shapes = {f"{layer}.weight": (rows, rows) for layer in range(LAYERS)}
+    shapes |= {f"{layer}.bias": (rows,) for layer in range(LAYERS)}
+    return [{name: randn(*shape) for name, shape in shapes.items()} for _ in range(blocks)]
+
+
+def plain(blocks: Blocks, all_reduce: AllReduce | None) -> Callable[[], None]:
+    sums = [gradient.clone() for gradient in blocks[0].values()]
+    flat = torch.cat([gradient.reshape(-1) for gradient in sums])
+
+    def step() -> None:
+        for block in blocks[1:]:
+            add_each(sums, list(block.values()))
+        if all_reduce is not None:
+            all_reduce(flat, lasting=True).wait()
+
+    return step
+
+
+def exact(blocks: Blocks, all_reduce: AllReduce | None) -> Callable[[], None]:
+    names, own = list(blocks[0]), ExactGradients(blocks[0], torch.device("cpu"))
+    results = {name: torch.empty_like(gradient) for name, gradient in blocks[0].items()}
+
+    def step() -> None:
+        own.forget()
+        for block in blocks:
+            own.add(block)
+        if all_reduce is None:
+            for name, total in own.of_one_rank().items():
+                results[name].copy_(total)
+        else:
+            flat = own.packed(names)
+            all_reduce(flat, lasting=True).wait()
+            own.unpack(flat, results)
+            own.finish(lambda limbs: all_reduce(limbs).wait())
+        own.commit()
+
+    return step
+
+
+def measure(turns: int, number: int) -> list[tuple[int, float, float]]:
+    """Returns for each size the medians of both, in seconds."""
+    torch.set_num_threads(1)
+    all_reduce = make() if dist.is_initialized() and dist.get_world_size() > 1 else None
+    found = []
+    for size in SIZES:
+        blocks = drawn(size, number)
+        steps = [make_step(blocks, all_reduce) for make_step in (plain, exact)]
+        times: list[list[float]] = [[], []]
+        for turn in range(turns + 5):
+            for own, step in zip(times, steps, strict=True):
+                began = time.thread_time()
+                step()
+                if turn >= 5:
+                    own.append(time.thread_time() - began)
+        found.append((size, statistics.median(times[0]), statistics.median(times[1])))
+    if all_reduce is not None:
+        all_reduce.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--blocks", type=int, default=4)
+    given = parser.parse_args()
+    columns = ["ranks, parameters", "plain", "exact", "more, of a step of 20 ms"]
+    title = f"sums of {given.blocks} block{'s' * (given.blocks > 1)} a rank"
+    record("bits", title, Table(columns, rows(given.turns, given.blocks)))
+
+
+def rows(turns: int, blocks: int) -> Iterator[list[Value]]:
+    for ranks in (1, 2):
+        for size, usual, own in evener.launch(measure, turns, blocks, processes=ranks, device="cpu")[0]:
+            times = [cell(1e3 * seconds, "ms") for seconds in (usual, own)]
+            label = f"{ranks} rank{'s' * (ranks > 1)}, {size:,}"
+            yield [label, *times, cell(100 * (own - usual) / STEP_SECONDS, "%")]
+
+
+if __name__ == "__main__":
+    main()
