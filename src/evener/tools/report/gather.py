@@ -31,6 +31,7 @@ from evener.tools.report.identity import (
     some_text,
     text_table,
 )
+from evener.tools.report.index_reader import MOST_READ_RANKS
 from evener.tools.report.predicted import prediction_of
 from evener.tools.report.schema import (
     BACKWARD,
@@ -47,7 +48,7 @@ from evener.tools.report.schema import (
     RunIdentity,
     Verdict,
 )
-from evener.tools.report.step_reader import EPOCH, MOST_READ_RANKS, SAMPLES, SECONDS, StepReader
+from evener.tools.report.step_reader import EPOCH, SAMPLES, SECONDS, StepReader
 from evener.tools.report.step_series import WARM, StepTables, rounded
 from evener.tools.report.verdict import verdict_of
 from evener.training.reporting.run_dir import is_held
@@ -116,7 +117,11 @@ def report_of(run: Path, calibration: Path | None = None) -> Report:
         collectives=tuple(_collectives(summary, steps.bins.rows)),
         events=tuple(happened.events(identity.steps)),
         attempts=tuple(happened.attempts),
-        merges=happened.merges(summary, tables.columns if tables else Columns()),
+        merges=happened.merges(
+            summary,
+            tables.columns if tables else Columns(),
+            steps.bins.rows / max(1, len(steps.kept.steps)),
+        ),
         prediction=prediction_of(calibration, directory),
     )
     if tables is not None:
