@@ -273,7 +273,9 @@ class RunSummary:
     reading: str = ""
     """The rank that waited longest for its batches, and the cause; empty if no rank waited for long."""
     collectives: list[dict[str, Any]] = field(default_factory=list)
-    """All-reduces of rank 0 in this run: ``name``, ``algorithm``, ``nbytes`` of one call, and ``calls``."""
+    """All-reduces of rank 0 in this run: ``name``, ``algorithm``, ``nbytes`` of one call, and ``calls``. If some calls
+    were timed, on a CPU: ``timed``, their number; ``timed_seconds``, the sum of their times from the start until the
+    sum was there, with waiting for other ranks and for earlier calls; ``least_seconds``, the shortest one."""
     link_seconds: list[float] = field(default_factory=list)
     """For each rank the seconds for a message to the next rank and back; empty if communication took too little of the
     time to be worth a measurement."""

@@ -250,10 +250,20 @@ def _collectives(summary: Mapping[str, Any], steps: int) -> Sequence[Collective]
             some_text(each.get("algorithm"), 200),
             _whole(each.get("nbytes")),
             rounded(_whole(each.get("calls")) / max(1, taken)),
-            each["seconds"] / max(1, taken) if type(each.get("seconds")) is float else None,
+            *_call_seconds(each, max(1, taken)),
         )
         for each in found
     ]
+
+
+def _call_seconds(each: Mapping[str, Any], steps: int) -> tuple[float | None, float | None]:
+    """Returns the seconds of a collective in a step, and those of its shortest call; None for what was not timed."""
+    timed = _whole(each.get("timed"))
+    sums: list[Any] = [each.get(name) for name in ("timed_seconds", "least_seconds")]
+    if not timed or not all(type(value) is float and 0 <= value < 1e15 for value in sums):
+        return None, None
+    seconds, least = sums
+    return rounded(seconds / timed * _whole(each.get("calls")) / steps), rounded(least)
 
 
 def _limits(settings: Mapping[str, Any], start: Mapping[str, Any], ranks: int) -> Sequence[int | None]:
