@@ -6,6 +6,7 @@ There is no card here: tensors that say they are on one record what is asked of 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch.futures import Future
 
-from evener.collectives.base import AllReduce, ChainedWork, Work
+from evener.collectives.base import TIMED_EVERY, AllReduce, ChainedWork, Done, Work
 from evener.collectives.compress import Half, Int8, TopK
 from evener.collectives.executor import executor
 from evener.collectives.registry import make
@@ -168,3 +169,50 @@ def test_the_result_is_made_once() -> None:
         values = [getattr(work, call)() for call in calls]
         assert made == [1]
         assert values[-1].wait().tolist() == [1.0, 1.0]
+
+
+class Instant(AllReduce):
+    """Sums of one rank, each done at once."""
+
+    name = "instant"
+
+    def start(self, tensor: torch.Tensor) -> Work:
+        return Done(tensor)
+
+
+def test_one_call_of_many_is_timed_until_its_sum_is_there(ranks: Any) -> None:
+    def timed() -> list[Any]:
+        instant, delayed = Instant(), Delayed()
+        for _ in range(2 * TIMED_EVERY):
+            instant(torch.ones(4)).wait()
+            instant(torch.ones(2))
+            work = delayed(torch.ones(4))
+        later, future = delayed.works[-1], work.future()
+        before = delayed.sizes[16].timed
+        time.sleep(0.02)
+        later.done.set_result(later.tensor)
+        value = future.wait()
+        work.wait()
+        return [vars(instant.sizes[16]), vars(instant.sizes[8]), before, vars(delayed.sizes[16]), value]
+
+    ((of_four, of_two, before, later, value),) = ranks(1).run(timed)
+    assert (of_four["calls"], of_four["timed"], of_two["calls"]) == (2 * TIMED_EVERY, 2, 2 * TIMED_EVERY)
+    assert 0 < of_four["least"] <= of_four["seconds"] / 2
+    assert (before, later["timed"]) == (0, 1), "the first of the two was neither there nor waited for"
+    assert later["least"] == later["seconds"] >= 0.02
+    assert value.tolist() == [1.0] * 4
+
+
+def test_a_timed_call_fails_as_any_other(ranks: Any) -> None:
+    def failing() -> tuple[str, int]:
+        delayed = Delayed()
+        for _ in range(TIMED_EVERY):
+            future = delayed(torch.ones(4)).future()
+        delayed.works[-1].done.set_exception(ValueError("no sum"))
+        with pytest.raises(Exception, match="no sum") as raised:
+            future.wait()
+        return str(raised.value), delayed.sizes[16].timed
+
+    ((words, timed),) = ranks(1).run(failing)
+    assert "no sum" in words
+    assert timed == 0

@@ -7,7 +7,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from evener.core.records import EvaluationRecord, RecordFile, StepRecord, as_json
+from evener.core.record_file import RecordFile
+from evener.core.records import EvaluationRecord, StepRecord, as_json
 from evener.files import dumps, write_json
 
 

@@ -230,7 +230,9 @@ def test_samples_that_draw_from_a_generator_of_their_own_are_refused() -> None:
 def test_the_record_says_what_the_bits_depend_on() -> None:
     with Engine(drawing(), **NORMS, grain=4, block=2) as engine:
         about = describe(engine.learner)
-    assert about["exact"].startswith("exact in bits: grains of 4 samples, blocks of 2 grains, grid of 47 bits; ")
+    assert about["exact"].startswith(
+        "exact in bits: grains of 4 samples, blocks of 2 grains, grid of 47 bits; "
+    )
     assert about["exact"].endswith(", 1 thread")
     assert about["batch_norm"] == "BatchNorm by each grain's own samples (batch_norm=grain)"
     with Engine(tasks.plain(), device="cpu") as engine:

@@ -13,9 +13,12 @@ the last bit drift apart, and nobody notices until the run is lost.
 
 from __future__ import annotations
 
+import math
+import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -39,6 +42,8 @@ one bucket only.
 """
 
 _MOST_SIZES = 256
+TIMED_EVERY = 17
+"""One of so many calls of a size is timed. A prime, so that of several buckets of one size each has its turn."""
 
 
 class PieceKey(NamedTuple):
@@ -169,6 +174,53 @@ class ChainedWork(Work):
         return self._finish()
 
 
+class TimedWork(Work):
+    """Passes ``work`` on, and calls ``end`` once when the sum is there or was waited for."""
+
+    def __init__(self, work: Work, end: Callable[[], None]) -> None:
+        self._work, self._end = work, end
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._end_once()
+
+    def future(self) -> Future[Tensor]:
+        return self._work.future().then(self._value)
+
+    def _value(self, done: Future[Tensor]) -> Tensor:
+        value = done.value()
+        self._end_once()
+        return value
+
+    def _end_once(self) -> None:
+        end, self._end = self._end, _nothing
+        end()
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class SizeCounts:
+    """The calls of an all-reduce with dense tensors of one size, of which some are timed."""
+
+    calls: int = 0
+    timed: int = 0
+    seconds: float = 0.0
+    """Seconds of the timed calls from their start to the sum: also of waiting for ranks that call later, and for calls
+    before that are not done."""
+    least: float = math.inf
+    """The shortest of them, which waited least."""
+
+    def end(self, began: float) -> None:
+        """Counts the time of a call that began at ``began`` on the clock ``perf_counter``."""
+        taken = time.perf_counter() - began
+        self.timed += 1
+        self.seconds += taken
+        self.least = min(self.least, taken)
+
+
 def only(value: Tensor | list[Tensor]) -> Tensor:
     """Returns the tensor of a future's value, which torch's collectives wrap in a list."""
     return value[0] if isinstance(value, list) else value
@@ -206,8 +258,8 @@ class AllReduce(ABC):
         self.roll_call = RollCall(resolved)
         self.given_nbytes = 0
         """Bytes of all dense tensors that it was given so far."""
-        self.calls_by_nbytes = Counter[int]()
-        """The number of calls with a dense tensor, by its bytes. Of many sizes only the first ones are kept."""
+        self.sizes: dict[int, SizeCounts] = {}
+        """The calls with a dense tensor, by its bytes. Of many sizes only the first ones are kept."""
         self.note = ""
         """A remark for the user, such as why it was made in place of another one; may be empty."""
 
@@ -251,9 +303,24 @@ class AllReduce(ABC):
             return self._start_sparse(tensor)
         if tensor.requires_grad:
             tensor = tensor.detach()
-        self.given_nbytes += tensor.nbytes
-        if tensor.nbytes in self.calls_by_nbytes or len(self.calls_by_nbytes) < _MOST_SIZES:
-            self.calls_by_nbytes[tensor.nbytes] += 1
+        nbytes = tensor.nbytes
+        self.given_nbytes += nbytes
+        size = self.sizes.get(nbytes)
+        if size is None:
+            size = SizeCounts()
+            if len(self.sizes) < _MOST_SIZES:
+                self.sizes[nbytes] = size
+        size.calls += 1
+        if size.calls % TIMED_EVERY or not tensor.is_cpu:  # on a GPU the host only queues the sum
+            return self._start_dense(tensor, key, lasting)
+        began = time.perf_counter()
+        work = self._start_dense(tensor, key, lasting)
+        if not isinstance(work, Done):
+            return TimedWork(work, partial(size.end, began))
+        size.end(began)
+        return work
+
+    def _start_dense(self, tensor: Tensor, key: Key, lasting: bool) -> Work:
         if is_half(tensor) and not self.adds_halves_in_float32:
             wide = tensor.float().contiguous()
             return ChainedWork(self.start_for(wide, key), lambda: tensor.copy_(wide), (tensor, wide))

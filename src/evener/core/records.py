@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
-import json
-import os
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 from evener.core.html import summary_html
-from evener.errors import DataError
-from evener.files import LONGEST_LINE, dumps, lines_of, open_regular, parsed, replace_text
 
 
 @dataclass(frozen=True)
@@ -282,7 +275,9 @@ class RunSummary:
     reading: str = ""
     """The rank that waited longest for its batches, and the cause; empty if no rank waited for long."""
     collectives: list[dict[str, Any]] = field(default_factory=list)
-    """All-reduces of rank 0 in this run: ``name``, ``algorithm``, ``nbytes`` of one call, and ``calls``."""
+    """All-reduces of rank 0 in this run: ``name``, ``algorithm``, ``nbytes`` of one call, and ``calls``. If some calls
+    were timed, on a CPU: ``timed``, their number; ``timed_seconds``, the sum of their times from the start until the
+    sum was there, with waiting for other ranks and for earlier calls; ``least_seconds``, the shortest one."""
     link_seconds: list[float] = field(default_factory=list)
     """For each rank the seconds for a message to the next rank and back; empty if communication took too little of the
     time to be worth a measurement."""
@@ -314,86 +309,3 @@ def as_json(record: Any) -> dict[str, Any]:
 
 RECORDS = "records.jsonl"
 """Name of the record file in a run directory."""
-
-
-class RecordFile:
-    """Writes records to a file, one JSON object a line. ``write`` passes each line to the system at once, unbuffered.
-
-    Args:
-        path: The file; its previous content is replaced.
-        steps_done: Steps taken before the run resumes. Earlier records of these steps are kept.
-        evaluated: Whether to keep an evaluation after the last of these steps. Otherwise the run repeats it.
-        counts_lost: Whether the steps of a file are counted as lost if none of them is kept.
-    """
-
-    def __init__(
-        self, path: Path, steps_done: int = 0, evaluated: bool = True, counts_lost: bool = False
-    ) -> None:
-        kept, lost = list[str](), list[float]()
-        if (steps_done or counts_lost) and path.exists():
-            kept, lost = _records_until(path, steps_done, evaluated)
-        self.lost_steps, self.lost_seconds = len(lost), sum(lost)
-        """The number of steps whose records were not kept, and their seconds."""
-        kept = kept if steps_done else []
-        replace_text(path, "".join(kept))
-        steps = (record["step"] + 1 for record in map(json.loads, kept) if record["kind"] == StepRecord.kind)
-        self.steps_done = max(steps, default=0)
-        """Number of steps whose records were kept."""
-        self._path, self._file = path, path.open("ab", buffering=0)
-
-    def write(self, record: Any) -> None:
-        """Raises:
-        OSError: If the disk is full, in which case the file is unchanged; or if the file was removed or moved.
-        """
-        self._check_place()
-        line = memoryview((dumps(as_json(record)) + "\n").encode())
-        whole = os.fstat(self._file.fileno()).st_size
-        try:
-            while line:
-                line = line[self._file.write(line) :]
-        except OSError:
-            self._file.truncate(whole)
-            raise
-
-    def _check_place(self) -> None:
-        """Raises FileNotFoundError if the file was removed or moved: otherwise records would be lost silently."""
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
-                return
-        raise FileNotFoundError(
-            errno.ENOENT, "it was removed or moved while the run wrote it", str(self._path)
-        )
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _records_until(path: Path, steps_done: int, evaluated: bool) -> tuple[list[str], list[float]]:
-    """Returns the lines of the first ``steps_done`` steps, and the seconds of each further step. A run that was killed
-    may have written such steps, which are not in its checkpoint.
-    """
-    repeated = None if evaluated else (EvaluationRecord.kind, steps_done)
-    kept, lost = list[str](), list[float]()
-    with open_regular(path) as file:
-        for number, line in enumerate(lines_of(file), 1):
-            if (
-                not line.endswith(b"\n") and len(line) < LONGEST_LINE
-            ):  # the run was killed while it wrote this line
-                break
-            try:
-                record = parsed(line.decode())
-                if _steps_at(record) <= steps_done and (record["kind"], record["step"]) != repeated:
-                    kept.append(line.decode())
-                elif record["kind"] == StepRecord.kind:
-                    lost.append(float(record.get("seconds") or 0.0))
-            except (ValueError, TypeError, KeyError, OverflowError) as error:
-                raise DataError(
-                    f"{path}, line {number} is no record: {error}; take the line out, or go on in another directory, "
-                    "with --run-dir"
-                ) from error
-    return kept, lost
-
-
-def _steps_at(record: dict[str, Any]) -> int:
-    """Returns the number of steps done when the record was written."""
-    return int(record["step"]) + int(record["kind"] in (StepRecord.kind, SkippedStep.kind))

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from evener.collectives.base import AllReduce
+from evener.collectives.base import AllReduce, SizeCounts
 from evener.components import gradients
 from evener.components.coalesce import in_buckets
 from evener.distributed.mesh import DIVIDING_TERMS
@@ -62,9 +62,10 @@ class PostBackwardSum(Reducer):
         return self._all_reduce.words
 
     def collectives(self) -> list[dict[str, Any]]:
-        sizes, algorithm = sorted(self._all_reduce.calls_by_nbytes.items()), self._all_reduce.words
+        about = {"name": "all_reduce", "algorithm": self._all_reduce.words}
         return [
-            {"name": "all_reduce", "algorithm": algorithm, "nbytes": n, "calls": calls} for n, calls in sizes
+            about | {"nbytes": nbytes, "calls": size.calls} | _times(size)
+            for nbytes, size in sorted(self._all_reduce.sizes.items())
         ]
 
     @property
@@ -117,3 +118,10 @@ class PostBackwardSum(Reducer):
 
     def _sum(self, parameters: Iterable[nn.Parameter]) -> None:
         sum_in_buckets(parameters, self._sparse, self.bucket_bytes, self._all_reduce)
+
+
+def _times(size: SizeCounts) -> dict[str, float]:
+    """Returns the number of timed calls, their seconds, and those of the shortest one; nothing if none was timed."""
+    if not size.timed:
+        return {}
+    return {"timed": size.timed, "timed_seconds": size.seconds, "least_seconds": size.least}

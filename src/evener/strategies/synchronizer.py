@@ -40,7 +40,8 @@ class GradientSum:
     """True if parameters may be frozen and unfrozen between steps (`TrainableParameters`)."""
 
     def collectives(self) -> list[dict[str, Any]]:
-        """Returns the all-reduces of this rank so far: ``name``, ``algorithm``, ``nbytes`` of a call, and ``calls``."""
+        """Returns the all-reduces of this rank so far: ``name``, ``algorithm``, ``nbytes`` of a call, ``calls``, and
+        seconds if some were timed: `RunSummary.collectives`."""
         return []
 
     def wrap(self, replica: nn.Module) -> nn.Module:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import threading
@@ -392,6 +393,7 @@ def test_the_profiler_waits_for_no_device(monkeypatch: pytest.MonkeyPatch) -> No
     device = Device()
     monkeypatch.setattr(part_watch, "clock_of", device.clock)
     monkeypatch.setattr(profiler, "_LINGER_SECONDS", 0.05)
+    monkeypatch.setattr(profiler, "READ_SECONDS", 0.0)
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], 0.1)
     with DdpProfiler() as onlooker:
@@ -401,6 +403,30 @@ def test_the_profiler_waits_for_no_device(monkeypatch: pytest.MonkeyPatch) -> No
             optimizer.step()
             assert onlooker.steps == (0 if number < 5 else 5)
     assert onlooker.steps == 5, "the end waits, but not for ever"
+
+
+def test_short_steps_are_read_together_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[ObservedStep] = []
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], 0.1)
+
+    def steps(number: int) -> int:
+        for _ in range(number):
+            weight.sum().backward()
+            optimizer.step()
+        return len(read)
+
+    with contextlib.suppress(KeyError), DdpProfiler(lambda step, _: read.append(step)) as onlooker:
+        monkeypatch.setattr(profiler, "READ_SECONDS", math.inf)
+        assert steps(25) == 0
+        monkeypatch.setattr(profiler, "READ_SECONDS", 0.0)
+        assert steps(1) == 25, "all but the first one, whose begin is not known"
+        monkeypatch.setattr(profiler, "READ_SECONDS", math.inf)
+        assert steps(3) == 25
+        raise KeyError("the script fails")
+    assert len(read) == onlooker.steps == 28
+    ends = [step.ended for step in read]
+    assert ends == sorted(ends)
 
 
 def late_in_backward_on_a_device() -> list[StepTimes]:

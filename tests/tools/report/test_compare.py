@@ -42,13 +42,15 @@ def test_a_run_that_is_slower_by_a_tenth_is_found_to_be() -> None:
     assert not compare(around(0.11, 2), around(0.1, 1)).slower(0.05)
 
 
-@pytest.mark.parametrize(("correlation", "least"), [(0.0, 35), (0.8, 31)])
-def test_the_interval_holds_no_change_for_runs_that_differ_by_chance(correlation: float, least: int) -> None:
-    pairs = [
-        (around(0.1, seed, 0.05, correlation), around(0.1, 100 + seed, 0.05, correlation))
-        for seed in range(40)
-    ]
-    assert sum(not compare(*pair).step_seconds.is_clear for pair in pairs) >= least
+def test_a_change_of_5_percent_is_found_in_500_steps_of_10_percent_noise() -> None:
+    for seed in range(20):
+        old, new = (
+            run([mean * (1 + 0.1 * each) for each in noise(500, at)])
+            for mean, at in ((0.1, seed), (0.105, 99 + seed))
+        )
+        found = compare(old, new)
+        assert found.step_seconds.is_clear
+        assert found.slower(0.01)
 
 
 def test_steps_that_are_correlated_have_wider_intervals() -> None:

@@ -315,3 +315,32 @@ def test_collectives_are_counted_for_a_step(tmp_path: Path) -> None:
         1024,
         2.0,
     )
+
+
+@pytest.mark.parametrize(
+    ("times", "found"),
+    [
+        ({"timed": 2, "timed_seconds": 0.5, "least_seconds": 0.1}, (0.5, 0.1)),
+        ({}, (None, None)),
+        ({"timed": 2, "timed_seconds": 0.5}, (None, None)),
+        ({"timed": 2, "timed_seconds": -0.5, "least_seconds": 0.1}, (None, None)),
+        ({"timed": 0, "timed_seconds": 0.5, "least_seconds": 0.1}, (None, None)),
+    ],
+)
+def test_calls_that_were_timed_stand_for_all(
+    tmp_path: Path, times: dict[str, Any], found: tuple[float | None, float | None]
+) -> None:
+    counted = {"name": "all_reduce", "algorithm": "ring", "nbytes": 1024, "calls": 40}
+    summary = {"batch_size": 8, "samples_in_seconds": 160, "collectives": [counted | times]}
+    run = directory(tmp_path / "run", [step(at) for at in range(20)], summary=summary)
+    (each,) = report_of(run).collectives
+    assert (each.seconds_per_step, each.least_seconds) == found
+
+
+def test_merges_of_a_long_run_are_those_of_all_steps(tmp_path: Path) -> None:
+    records = [step(at, merges=[[[0, 0, 0, 4]], [[1, 0, 4, 8]]], merge_bytes=7) for at in range(5001)]
+    report = report_of(directory(tmp_path / "run", records))
+    assert report.every > 1
+    assert report.merges is not None
+    assert (report.merges.number, report.merges.nbytes) == (2 * 5001, 7 * 5001)
+    assert report.merges.versions_old == {"0": 5001, "1": 5001}

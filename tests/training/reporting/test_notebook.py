@@ -14,7 +14,13 @@ import pytest
 from evener.core.records import RunStart, StepRecord
 from evener.training.fit import fit
 from evener.training.reporting import notebook
-from evener.training.reporting.notebook import NotebookTerminal, ProgressBar, bar_html, notebook_bar
+from evener.training.reporting.notebook import (
+    NotebookTerminal,
+    ProgressBar,
+    ProgressFile,
+    bar_html,
+    notebook_bar,
+)
 from tests import tasks
 from tests.core.test_html import Tags
 
@@ -71,7 +77,7 @@ def test_a_run_has_one_bar_that_ends_whole(displayed: Displayed, capsys: pytest.
 
 def test_progress_travels_by_a_file(displayed: Displayed, tmp_path: Path) -> None:
     path = tmp_path / "progress.json"
-    shown, bar = NotebookTerminal(path), ProgressBar(path)
+    shown, bar = NotebookTerminal(ProgressFile(path)), ProgressBar(path)
     shown.start(RunStart("task", {}, 1, batch_size=8, total_steps=40, steps_done=0))
     bar.refresh()
     assert not displayed.made, "no step is done"
@@ -97,7 +103,7 @@ def test_the_bar_is_html_without_scripts() -> None:
 
 def test_a_file_that_cannot_be_written_ends_no_run(displayed: Displayed, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    shown = NotebookTerminal(tmp_path / "file" / "progress.json")
+    shown = NotebookTerminal(ProgressFile(tmp_path / "file" / "progress.json"))
     shown.start(RunStart("task", {}, 1, batch_size=8, total_steps=40, steps_done=0))
     shown.step(step(9))
     shown.end(None)

@@ -96,6 +96,7 @@ def test_what_a_run_leaves_elsewhere(tmp_path: Path) -> None:
             "config.json",
             "task.json",
             "records.jsonl",
+            "records.index",
             "attempts.jsonl",
             "summary.json",
             "checkpoints",

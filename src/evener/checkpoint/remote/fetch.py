@@ -26,6 +26,7 @@ from evener.checkpoint.run_mark import MARK, run_in
 from evener.core.attempts import ATTEMPTS
 from evener.core.elsewhere import url_of
 from evener.core.os_errors import storage_errors
+from evener.core.record_index import INDEX
 from evener.core.records import RECORDS
 from evener.data.shard_counts import COUNTS
 from evener.errors import ConfigurationError, StorageError
@@ -33,7 +34,7 @@ from evener.files import LONGEST, parsed
 
 UNSENT = ".unsent"
 """Exists in a local directory from the start of a run until everything is uploaded."""
-SMALL = (MARK, "config.json", "task.json", "summary.json", COUNTS, RECORDS, ATTEMPTS)
+SMALL = (MARK, "config.json", "task.json", "summary.json", COUNTS, RECORDS, INDEX, ATTEMPTS)
 """Files of a run beside its checkpoints."""
 POINTERS = (folder.LATEST, folder.BEST, folder.BEST_VALUE)
 _MERGING, _RUNNING = ".merging.lock", ".running.lock"
@@ -195,7 +196,7 @@ def merge(files: RemoteFiles, base: Path, tell: Callable[[str], object], records
                 (base / name).unlink(missing_ok=True)
             elif (
                 records
-                if name == RECORDS
+                if name in (RECORDS, INDEX)
                 else sizes[name] <= (LONGEST if name in SMALL else _LONGEST_POINTER)
             ):
                 files.download(name, base / name, sizes[name])

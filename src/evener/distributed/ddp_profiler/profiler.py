@@ -70,6 +70,9 @@ PASSES_WITHOUT_OPTIMIZER = 20
 """After so many backward passes without a step of an optimizer, each backward pass counts as a step."""
 _MOST_KINDS = 256
 """Sizes of further collectives are rounded up to powers of two."""
+READ_SECONDS = 0.02
+"""Least time between two readings of ended steps. Short steps are read several at a time, which costs each of them
+less: between the work of a model, Python's code is in no cache. A step that takes longer is read when it ends."""
 _LINGER_SECONDS = 1.0
 """Longest wait for a device at the end."""
 
@@ -117,6 +120,7 @@ class DdpProfiler:
         self._others: set[int] = set()
         self._updater = 0
         self._ended = self._read = self._alone = 0
+        self._read_at = 0.0
         self._is_known = self._wraps = False
         self._data: set[int] = set()
         """The datasets of the batches of the step before; ``_seen`` are those since then."""
@@ -220,7 +224,9 @@ class DdpProfiler:
         self._ended += 1
         self._data = self._seen
         self._new_step()
-        self._read_off()
+        if self._began - self._read_at >= READ_SECONDS:
+            self._read_at = self._began
+            self._read_off()
 
     def _read_off(self) -> None:
         """Reads the times of the steps whose end the device has passed."""
@@ -325,9 +331,14 @@ class DdpProfiler:
             self._restart()
         exchange = GradientExchange(model, self._buckets)
         parts, safely = self._parts, self._parts.safely
-        end_forward, begin_backward = safely(exchange.end_forward), safely(exchange.begin_backward)
-        model.register_forward_pre_hook(safely(self._inputs), with_kwargs=True)
-        model.register_forward_hook(lambda *_: end_forward())
+        begin_backward = safely(exchange.begin_backward)
+
+        def forward(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+            exchange.end_forward()
+            if exchange.is_begun:
+                self._samples += samples_of(args) or samples_of(kwargs)
+
+        model.register_forward_hook(safely(forward), with_kwargs=True)
 
         def gradient(_: Tensor) -> None:
             if exchange.is_begun:
@@ -340,7 +351,3 @@ class DdpProfiler:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(gradient)
-
-    def _inputs(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            self._samples += samples_of(args) or samples_of(kwargs)

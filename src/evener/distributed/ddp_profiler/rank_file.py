@@ -1,7 +1,8 @@
 """The steps of one rank as a file: the rank writes them as they happen, and the launcher reads them meanwhile.
 
-A file is a sequence of rows of numbers, which cost a rank little. Each row is written at once, so that a rank that is
-killed leaves all of its steps. Facts about the rank are in a file beside it.
+A file is a sequence of rows of numbers, which cost a rank little. The profiler passes a row on when its step ends, or
+within 20 ms if steps are short, and it is written at once. So a rank that is killed leaves all of its steps but those
+of the last 20 ms. Facts about the rank are in a file beside it.
 """
 
 from __future__ import annotations

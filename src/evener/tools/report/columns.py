@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
 
-_CHUNK = 8192
 _MOST_KEPT = 1 << 19
 """Numbers by rank that are kept."""
 _LEAST_ROWS, _MOST_ROWS = 128, 4096
@@ -28,7 +27,7 @@ _GREATEST = 1e18
 """Numbers of this size or larger are no measurements, and not known."""
 
 
-def known_numbers(values: Sequence[Any]) -> Numbers:
+def known_numbers(values: Sequence[Any] | NDArray[Any]) -> Numbers:
     """Returns numbers as an array, with NaN for None and for what is too large to be a measurement.
 
     Raises:
@@ -61,7 +60,6 @@ class Bins:
         self._fields, self._most, self._slowest = fields, most, slowest
         self.width = 1
         """Rows in a bin."""
-        self._pending: list[Sequence[float]] = []
         self._rest = np.empty((0, fields))
         self._binned = 0
         self._minimum, self.total, self.known, self._maximum = (np.empty((0, fields)) for _ in range(4))
@@ -75,21 +73,25 @@ class Bins:
     @property
     def rows(self) -> int:
         """Number of rows so far."""
-        return self._binned + len(self._rest) + len(self._pending)
+        return self._binned + len(self._rest)
 
     def limit(self, most: int) -> None:
-        """Sets the largest number of bins, an even number, before the first row is added."""
+        """Sets the largest number of bins, an even number, before rows are added."""
         self._most = most
 
-    def add(self, row: Sequence[float]) -> None:
-        """Adds one row."""
-        self._pending.append(row)
-        if len(self._pending) >= _CHUNK:
-            self._flush()
+    def add(self, rows: Numbers) -> None:
+        """Adds rows of [rows, fields]."""
+        self._rest = np.concatenate([self._rest, rows])
+        while len(self._rest) >= self.width:
+            if len(self) == self._most:
+                self._halve()
+                continue
+            number = min(len(self._rest) // self.width, self._most - len(self))
+            block, self._rest = self._rest[: number * self.width], self._rest[number * self.width :]
+            self._append(block.reshape(number, self.width, self._fields))
 
     def close(self) -> None:
         """Makes the last bin of the rows that are left, which may be fewer than in other bins."""
-        self._flush()
         if len(self._rest):
             if len(self) == self._most:
                 self._halve()
@@ -101,18 +103,6 @@ class Bins:
         with np.errstate(invalid="ignore", divide="ignore"):
             mean = self.total[:, field] / self.known[:, field]
         return Spread(self._minimum[:, field], mean, self._maximum[:, field])
-
-    def _flush(self) -> None:
-        new = known_numbers(self._pending).reshape(-1, self._fields)
-        self._rest = np.concatenate([self._rest, new])
-        self._pending = []
-        while len(self._rest) >= self.width:
-            if len(self) == self._most:
-                self._halve()
-                continue
-            number = min(len(self._rest) // self.width, self._most - len(self))
-            block, self._rest = self._rest[: number * self.width], self._rest[number * self.width :]
-            self._append(block.reshape(number, self.width, self._fields))
 
     def _append(self, block: Numbers) -> None:
         """Adds a bin for each entry of ``block`` [bins, rows, fields]."""
@@ -137,23 +127,26 @@ class Bins:
 
 
 class KeptRows:
-    """Rows of numbers by rank of every ``every``-th step."""
+    """Rows of numbers by rank of every ``every``-th step: first their places, later their numbers."""
 
     def __init__(self) -> None:
         self.every = 1
         self.steps: list[int] = []
         """The position of each row among the steps that were read."""
+        self.places: list[int] = []
+        """The place of the line of each row in the file."""
         self.rows: list[Numbers] = []
         """Each of [fields, ranks]."""
 
-    def add(self, position: int, row: Numbers) -> None:
-        """Adds the row of a step at a multiple of ``every``, and drops every second row if there are too many."""
+    def plan(self, position: int, place: int, size: int) -> None:
+        """Notes the place of a row of ``size`` numbers, of a step at a multiple of ``every``, and drops every second
+        row if there are too many."""
         self.steps.append(position)
-        self.rows.append(row)
-        if len(self.rows) > max(_LEAST_ROWS, min(_MOST_ROWS, _MOST_KEPT // max(1, row.size))):
+        self.places.append(place)
+        if len(self.steps) > max(_LEAST_ROWS, min(_MOST_ROWS, _MOST_KEPT // max(1, size))):
             self.every *= 2
             kept = [at for at, step in enumerate(self.steps) if step % self.every == 0]
-            self.steps, self.rows = [self.steps[at] for at in kept], [self.rows[at] for at in kept]
+            self.steps, self.places = [self.steps[at] for at in kept], [self.places[at] for at in kept]
 
     def table(self) -> Numbers:
         """Returns all rows as [rows, fields, ranks]. The number of ranks is the greatest of any row."""

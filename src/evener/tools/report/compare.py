@@ -1,14 +1,13 @@
 """Compares two runs: what changed between them, and how much faster or slower the second one is, with intervals.
 
-Steps are correlated in time: a slow spell of the machine makes many steps slow. So the intervals are of a *moving-block
-bootstrap* with a fixed seed: stretches of consecutive steps are drawn with replacement, and the interval holds 95 % of
-the ratios of the means of what was drawn (H. R. Künsch, "The jackknife and the bootstrap for general stationary
-observations", Annals of Statistics 17(3), 1989). The same two reports give the same interval.
+The intervals take into account that steps are correlated in time: see `evener.tools.report.mean_error`. The same two
+reports give the same interval.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +16,11 @@ import numpy as np
 
 from evener.errors import ConfigurationError, DataError
 from evener.tools.report.columns import Numbers
+from evener.tools.report.mean_error import mean_of, reach_of
 from evener.tools.report.schema import LOSS, Report
 from evener.tools.report.step_series import rounded
 
 _LEAST_BLOCKS = 8
-_DRAWS, _SEED = 2000, 20240229
-_INSIDE = (2.5, 97.5)
-_MOST_CORRELATED = 0.97
 _LATE = 0.25
 """Losses are compared over this last part of the steps that both runs have."""
 _POINTS = 64
@@ -112,11 +109,11 @@ def compare(old: Report, new: Report) -> Comparison:
         DataError: If one has too few steps.
     """
     _check_comparable(old, new)
-    blocks = [_blocks(each) for each in (old, new)]
-    draws = [_bootstrap(each) for each in blocks]
-    before, after = (float(each.mean()) for each in blocks)
-    low, high = np.percentile(draws[1] / draws[0] - 1, _INSIDE)
-    step = Measure("step seconds", before, after, rounded(after / before - 1), rounded(low), rounded(high))
+    before, after = (mean_of(_blocks(each)) for each in (old, new))
+    reach = reach_of(*(((each.variance**0.5 / each.mean) ** 2, each.freedom) for each in (before, after)))
+    ratio = after.mean / before.mean
+    inside = rounded(ratio * math.exp(-reach) - 1), rounded(ratio * math.exp(reach) - 1)
+    step = Measure("step seconds", before.mean, after.mean, rounded(ratio - 1), *inside)
     rates = old.samples_per_second, new.samples_per_second
     speed = Measure("samples/s", *rates, rounded(rates[1] / rates[0] - 1) if rates[0] else 0.0)
     return Comparison(
@@ -148,24 +145,6 @@ def _blocks(report: Report) -> Numbers:
             f"{_LEAST_BLOCKS} are needed"
         )
     return found
-
-
-def _bootstrap(values: Numbers) -> Numbers:
-    """Returns means of a moving-block bootstrap.
-
-    For steps that are correlated with the one before by r, and exponentially less with earlier ones, the best length of
-    a block is ``(sqrt(6) r / (1 - r^2))^(2/3) n^(1/3)`` (E. Carlstein, "The use of subseries values for estimating the
-    variance of a general statistic from a stationary sequence", Annals of Statistics 14(3), 1986).
-    """
-    number, spread = len(values), values - values.mean()
-    variance = float((spread**2).mean())
-    correlation = float((spread[1:] * spread[:-1]).mean()) / variance if variance else 0.0
-    correlation = min(max(correlation, 0.0), _MOST_CORRELATED)
-    best = (6**0.5 * correlation / (1 - correlation**2)) ** (2 / 3) * number ** (1 / 3)
-    length = min(max(2, round(best)), number // 4)
-    begins = np.random.default_rng(_SEED).integers(0, number - length + 1, (_DRAWS, -(-number // length)))
-    sums = np.convolve(values, np.ones(length), "valid")
-    return np.asarray(sums[begins].mean(axis=1) / length)
 
 
 # What changed
@@ -204,9 +183,11 @@ def _train_loss(old: Report, new: Report) -> Iterator[Measure]:
         return
     at = np.linspace(last - _LATE * (last - first), last, _POINTS)
     before, after = (np.interp(at, *curve) for curve in curves)
-    low, high = np.percentile(_bootstrap(after - before), _INSIDE)
+    apart = mean_of(after - before)
+    reach = reach_of((apart.variance, apart.freedom))
     ends = rounded(float(before.mean())), rounded(float(after.mean()))
-    yield Measure("train loss", *ends, rounded(ends[1] - ends[0]), rounded(low), rounded(high))
+    inside = rounded(apart.mean - reach), rounded(apart.mean + reach)
+    yield Measure("train loss", *ends, rounded(ends[1] - ends[0]), *inside)
 
 
 def _curve(report: Report) -> tuple[Numbers, Numbers]:

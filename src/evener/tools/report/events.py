@@ -185,7 +185,7 @@ class Happenings:
     # Merges
 
     def add_merges(self, record: dict[str, Any]) -> None:
-        """Takes in the merges of a step that was read as a whole."""
+        """Takes in the merges of a step that was kept."""
         merges, spread = record.get("merges") or [], record.get("merge_spread") or []
         if not (merges or spread or record.get("merge_bytes") or record.get("wasted")):
             return
@@ -198,8 +198,12 @@ class Happenings:
         for place, held in enumerate(merges):
             self._ages.update(place - int(version) for _, version, *_ in held)
 
-    def merges(self, summary: Mapping[str, Any], columns: Columns) -> Merges | None:
-        """Returns how replicas merged. None if they met in each step."""
+    def merges(self, summary: Mapping[str, Any], columns: Columns, every: float) -> Merges | None:
+        """Returns how replicas merged. None if they met in each step.
+
+        Args:
+            every: Steps of the run for each one whose merges were taken in, which stand for all.
+        """
         texts = [summary.get(name) for name in ("merging", "updates_of_server", "late_for_merges")]
         texts += [] if any(texts) else [self.start.get("merging")]
         words = tuple(line for text in texts if text for line in _words(text).splitlines())
@@ -207,12 +211,15 @@ class Happenings:
             return None
         ages = Counter[int]()
         for age, count in self._ages.items():
-            ages[max(0, age).bit_length()] += count
+            ages[max(0, age).bit_length()] += round(count * every)
         bounds = {power: (2**power // 2, 2**power - 1) for power in sorted(ages)}
         old = {
             f"{low}" if low == high else f"{low}-{high}": ages[power] for power, (low, high) in bounds.items()
         }
-        return Merges(words, self._merges, self._merge_bytes, self._wasted, old, self._spread(columns))
+        number, nbytes, wasted = (
+            round(each * every) for each in (self._merges, self._merge_bytes, self._wasted)
+        )
+        return Merges(words, number, nbytes, wasted, old, self._spread(columns))
 
     def _spread(self, columns: Columns) -> Series | None:
         if not self._spreads:

@@ -31,6 +31,7 @@ from evener.tools.report.identity import (
     some_text,
     text_table,
 )
+from evener.tools.report.index_reader import MOST_READ_RANKS
 from evener.tools.report.predicted import prediction_of
 from evener.tools.report.schema import (
     BACKWARD,
@@ -47,7 +48,7 @@ from evener.tools.report.schema import (
     RunIdentity,
     Verdict,
 )
-from evener.tools.report.step_reader import EPOCH, MOST_READ_RANKS, SAMPLES, SECONDS, StepReader
+from evener.tools.report.step_reader import EPOCH, SAMPLES, SECONDS, StepReader
 from evener.tools.report.step_series import WARM, StepTables, rounded
 from evener.tools.report.verdict import verdict_of
 from evener.training.reporting.run_dir import is_held
@@ -116,7 +117,11 @@ def report_of(run: Path, calibration: Path | None = None) -> Report:
         collectives=tuple(_collectives(summary, steps.bins.rows)),
         events=tuple(happened.events(identity.steps)),
         attempts=tuple(happened.attempts),
-        merges=happened.merges(summary, tables.columns if tables else Columns()),
+        merges=happened.merges(
+            summary,
+            tables.columns if tables else Columns(),
+            steps.bins.rows / max(1, len(steps.kept.steps)),
+        ),
         prediction=prediction_of(calibration, directory),
     )
     if tables is not None:
@@ -245,10 +250,20 @@ def _collectives(summary: Mapping[str, Any], steps: int) -> Sequence[Collective]
             some_text(each.get("algorithm"), 200),
             _whole(each.get("nbytes")),
             rounded(_whole(each.get("calls")) / max(1, taken)),
-            each["seconds"] / max(1, taken) if type(each.get("seconds")) is float else None,
+            *_call_seconds(each, max(1, taken)),
         )
         for each in found
     ]
+
+
+def _call_seconds(each: Mapping[str, Any], steps: int) -> tuple[float | None, float | None]:
+    """Returns the seconds of a collective in a step, and those of its shortest call; None for what was not timed."""
+    timed = _whole(each.get("timed"))
+    sums: list[Any] = [each.get(name) for name in ("timed_seconds", "least_seconds")]
+    if not timed or not all(type(value) is float and 0 <= value < 1e15 for value in sums):
+        return None, None
+    seconds, least = sums
+    return rounded(seconds / timed * _whole(each.get("calls")) / steps), rounded(least)
 
 
 def _limits(settings: Mapping[str, Any], start: Mapping[str, Any], ranks: int) -> Sequence[int | None]:

@@ -30,6 +30,10 @@ _BY_RANK = {
     schema.INPUT: "Waiting for samples, before a step",
 }
 _OTHER_COMPUTE = "other compute"
+_WITH_WAITING = (
+    "Times are of rank 0, from the start of a call until the sum is there: they contain waiting for slower ranks and "
+    "for earlier calls, which cannot be told from the transfer. The shortest call has waited least."
+)
 _PURPOSES = ("parameters", "gradients", "optimizer", "activations", "buckets", "inputs", "buffers", "other")
 
 
@@ -169,6 +173,7 @@ def collective_parts(name: str, run: Report, named: list[Named]) -> Iterator[Fig
         ("size", "B", lambda each: each.nbytes),
         ("calls a step", "", lambda each: each.calls_per_step),
         ("time a step", "s", lambda each: each.seconds_per_step),
+        ("shortest call", "s", lambda each: each.least_seconds),
         ("bytes a step", "B", lambda each: each.nbytes * each.calls_per_step),
     ]
     rows = [
@@ -179,8 +184,8 @@ def collective_parts(name: str, run: Report, named: list[Named]) -> Iterator[Fig
         for each in found[:_BARS]
     ]
     table = tabulated(title, found, columns)
-    caption = f"The {len(rows)} longest of {len(found):,}." if len(rows) < len(found) else ""
-    yield bars(title, "s", rows, table, caption) or (table if found else None)
+    caption = f"The {len(rows)} longest of {len(found):,}. " if len(rows) < len(found) else ""
+    yield bars(title, "s", rows, table, caption + _WITH_WAITING) or (table if found else None)
 
 
 def timeline_parts(name: str, run: Report, named: list[Named]) -> Iterator[Figure | Table | None]:

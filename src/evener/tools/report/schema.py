@@ -250,7 +250,10 @@ class Collective:
     """Bytes that a rank gives to one call."""
     calls_per_step: float
     seconds_per_step: float | None = None
-    """Mean over the ranks. None if not measured."""
+    """Seconds of rank 0 from the start of these calls until the sum was there, with waiting for other ranks: the mean
+    of the calls that were timed, times the calls of a step. None if not measured."""
+    least_seconds: float | None = None
+    """Seconds of the shortest call that was timed, which waited least. None if not measured."""
 
 
 @dataclass(frozen=True)

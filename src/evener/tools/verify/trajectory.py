@@ -78,8 +78,9 @@ def record(
     config: RunConfig,
     environment: Environment | None = None,
     batches: Batches = Engine.batches,
+    stepped: Callable[[int], None] = lambda steps: None,
 ) -> Trajectory:
-    """Takes the steps of ``config`` on this rank and records them."""
+    """Takes the steps of ``config`` on this rank and records them. Rank 0 calls ``stepped`` with the number so far."""
     with (
         Session(
             device=config.device, timeout_seconds=config.timeout_seconds, environment=environment
@@ -89,7 +90,14 @@ def record(
         engine.learner.synchronizer.alone()  # as in a real run
         chosen = batches(engine)
         recorder = TrajectoryRecorder(engine)
-        return recorder.trajectory(list(_losses(recorder.seen(engine.step(batch) for batch in chosen))))
+        steps = recorder.seen(engine.step(batch) for batch in chosen)
+        return recorder.trajectory(list(_losses(_told(steps, stepped) if session.rank == 0 else steps)))
+
+
+def _told(steps: Iterator[Step], stepped: Callable[[int], None]) -> Iterator[Step]:
+    for number, step in enumerate(steps, 1):
+        stepped(number)
+        yield step
 
 
 def _losses(steps: Iterator[Step]) -> Iterator[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -19,10 +18,13 @@ from evener.distributed.launch.launch import is_launched, launch
 from evener.errors import ConfigurationError
 from evener.tools.verify.comparison import ComparedRuns, RunDistance, Verification, compare, type_of
 from evener.tools.verify.perturbation import Disturbance
-from evener.tools.verify.trajectory import Trajectory, record
+from evener.tools.verify.progress import VerificationProgress
+from evener.tools.verify.trajectory import Batches, Trajectory, record
 from evener.training.builtin_tasks import BUILT_IN
+from evener.training.engine import Engine
 from evener.training.factory import balance_of, strategies_named, strategy_of
 from evener.training.fit import check_plan
+from evener.training.reporting.notebook import drawn_progress
 
 FIRST_RUNS = 3
 """Disturbed runs at first. With one, the divided run measured up to 8 times the floor; with three, up to 5 times."""
@@ -81,17 +83,10 @@ def verify(
     built = build()
     _check_partition(built)
     config = config.replace(batch_size=config.batch_size or built.batch_size)
-    eps = torch.finfo(type_of(config)).eps
-    one = OneDevice(partial(record, task, options, alone(config, processes), Environment()), eps)
-    divided = launch(
-        record,
-        task,
-        options,
-        config,
-        processes=processes,
-        timeout_seconds=config.timeout_seconds,
-        device=config.device,
-    )
+    eps, on_one = torch.finfo(type_of(config)).eps, alone(config, processes)
+
+    def run(batches: Batches = Engine.batches) -> Trajectory:
+        return record(task, options, on_one, Environment(), batches, progress.next_run("on one device"))
 
     def found() -> Verification:
         runs = ComparedRuns(
@@ -99,7 +94,22 @@ def verify(
         )
         return compare(runs, config, built.name, tolerance)
 
-    return judge(one, found)
+    with drawn_progress() as file:
+        progress = VerificationProgress(file, FIRST_RUNS + 2, config.steps or 0)
+        one = OneDevice(run, eps)
+        divided = launch(
+            record,
+            task,
+            options,
+            config,
+            None,
+            Engine.batches,
+            progress.next_run(f"on {processes} ranks"),
+            processes=processes,
+            timeout_seconds=config.timeout_seconds,
+            device=config.device,
+        )
+        return judge(one, found)
 
 
 def _in_numbers(config: RunConfig) -> RunConfig:

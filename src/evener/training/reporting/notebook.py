@@ -3,7 +3,7 @@
 Rank 0 usually runs in another process than the notebook's kernel. So it writes its progress to a small file, and a
 thread of the kernel shows what is in the file::
 
-    rank 0   NotebookTerminal ──▶ progress.json ──▶ ProgressBar   kernel, IPython.display
+    rank 0   NotebookTerminal ──▶ ProgressFile ──▶ ProgressBar   kernel, IPython.display
 
 The bar is an HTML element. It needs no widgets, and stays in the saved notebook as it was at the end.
 """
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,38 @@ _LONGEST = 1 << 16
 """Maximum size of the file, in bytes."""
 
 
-class NotebookTerminal(Terminal):
-    """Shows lines as `Terminal` does, and writes the progress to a file instead of showing it.
+class ProgressFile:
+    """The file that carries progress to the bar. It may be sent to other processes.
 
     Args:
         path: The file.
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
         self._path = path
+
+    def tell(self, done: int, total: int | None, words: str) -> None:
+        """Tells how far something is.
+
+        Args:
+            done: Steps that are done.
+            total: Steps in all; None if that is not known.
+            words: Text beside the bar.
+        """
+        with suppress(OSError):  # the bar stands still, and the run goes on
+            write_json(self._path, {"done": done, "total": total, "words": words})
+
+
+class NotebookTerminal(Terminal):
+    """Shows lines as `Terminal` does, and tells a bar of the progress instead of showing it.
+
+    Args:
+        file: The file that carries it.
+    """
+
+    def __init__(self, file: ProgressFile) -> None:
+        super().__init__()
+        self._file = file
         self._untold: StepRecord | None = None
 
     def start(self, run: RunStart) -> None:
@@ -61,11 +83,8 @@ class NotebookTerminal(Terminal):
 
     def _tell(self) -> None:
         record, self._untold = self._untold, None
-        if record is None:
-            return
-        progress = {"done": record.step + 1, "total": self._total, "words": self.progress_text(record)}
-        with suppress(OSError):  # the bar stands still, and the run goes on
-            write_json(self._path, progress)
+        if record is not None:
+            self._file.tell(record.step + 1, self._total, self.progress_text(record))
 
 
 @contextmanager
@@ -75,7 +94,18 @@ def notebook_bar(show: bool) -> Iterator[Observer | None]:
     Yields:
         The observer for the run. None if ``show`` is False, or if this process is no notebook's kernel.
     """
-    if not show or not is_kernel():
+    with drawn_progress() if show else nullcontext() as file:
+        yield None if file is None else NotebookTerminal(file)
+
+
+@contextmanager
+def drawn_progress() -> Iterator[ProgressFile | None]:
+    """Draws a bar in a notebook while the block runs.
+
+    Yields:
+        The file with the progress. None if this process is no notebook's kernel.
+    """
+    if not is_kernel():
         yield None
         return
     with tempfile.TemporaryDirectory(prefix="evener-progress-") as directory:
@@ -85,7 +115,7 @@ def notebook_bar(show: bool) -> Iterator[Observer | None]:
         thread = threading.Thread(target=follow, args=(ProgressBar(path).follow, over), daemon=True)
         thread.start()
         try:
-            yield NotebookTerminal(path)
+            yield ProgressFile(path)
         finally:
             over.set()
             thread.join()
@@ -99,7 +129,7 @@ def is_kernel() -> bool:
 
 
 class ProgressBar:
-    """The bar in the output of a cell, drawn from the file of a `NotebookTerminal`."""
+    """The bar in the output of a cell, drawn from a `ProgressFile`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

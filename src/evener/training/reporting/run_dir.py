@@ -8,6 +8,7 @@ resumed. A directory that has no mark of Evener is refused if a file of the run 
     evener.json     the mark: this directory is Evener's; which run has it, and which launcher started that
     config.json     the settings, resolved
     records.jsonl   a line for each step, evaluation and event, as it happens
+    records.index   places and first numbers of these lines, for readers of long runs
     attempts.jsonl  a line for each start of the ranks, each save, and what ended the ranks
     summary.json    the result
     checkpoints/    what the run can resume from
@@ -44,10 +45,11 @@ from evener.core.attempts import ATTEMPTS, StartRecord, append_attempt
 from evener.core.elsewhere import shown
 from evener.core.observer import Observer
 from evener.core.os_errors import FULL, os_error_message, storage_errors
+from evener.core.record_file import RecordFile
+from evener.core.record_index import INDEX
 from evener.core.records import (
     RECORDS,
     EvaluationRecord,
-    RecordFile,
     RunStart,
     RunSummary,
     StepRecord,
@@ -72,7 +74,7 @@ _LONGEST_OWNER = 1000
 _SUMMARY = "summary.json"
 PROFILE = "profile"
 """Directory of the traces of `evener.training.profiling`."""
-_WRITTEN = ("config.json", "task.json", RECORDS, ATTEMPTS, _SUMMARY, MARK, COUNTS, CHECKPOINTS)
+_WRITTEN = ("config.json", "task.json", RECORDS, INDEX, ATTEMPTS, _SUMMARY, MARK, COUNTS, CHECKPOINTS)
 """Files and directories that a run writes."""
 
 
