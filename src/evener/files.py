@@ -15,6 +15,7 @@ import math
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -141,13 +142,22 @@ def write_json(path: Path, value: Any) -> None:
     replace_text(path, dumps(value, indent=2) + "\n")
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Writes a text file atomically: after an error, the file is unchanged. Creates missing parent directories."""
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file that takes the place of ``path`` at the end, atomically: after an error, ``path`` is unchanged.
+    Creates missing parent directories."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        with partial.open("wb") as file:
+            yield file
         partial.replace(path)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a text file atomically, as :func:`replacing` does."""
+    with replacing(path) as file:
+        file.write(text.encode())

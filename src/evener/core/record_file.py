@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from evener.core.record_index import RecordIndexWriter
 from evener.core.records import EvaluationRecord, SkippedStep, StepRecord, as_json
 from evener.errors import DataError
-from evener.files import LONGEST_LINE, dumps, lines_of, open_regular, parsed
+from evener.files import LONGEST_LINE, dumps, lines_of, open_regular, parsed, replacing
 
 
 class RecordFile:
@@ -28,18 +28,12 @@ class RecordFile:
         self, path: Path, steps_done: int = 0, evaluated: bool = True, counts_lost: bool = False
     ) -> None:
         lost = list[float]()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._index = RecordIndexWriter(path)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with partial.open("wb") as file:
-                if (steps_done or counts_lost) and path.exists():
-                    lost = _keep(path, file, steps_done, evaluated, self._index)
-            partial.replace(path)
-        except BaseException:
-            self._index.close()
-            partial.unlink(missing_ok=True)
-            raise
+        with replacing(path) as file, ExitStack() as undo:
+            self._index = RecordIndexWriter(path)
+            undo.callback(self._index.close)
+            if (steps_done or counts_lost) and path.exists():
+                lost = _keep(path, file, steps_done, evaluated, self._index)
+            undo.pop_all()
         self.lost_steps, self.lost_seconds = len(lost), sum(lost)
         """The number of steps whose records were not kept, and their seconds."""
         self.steps_done = self._index.steps_done

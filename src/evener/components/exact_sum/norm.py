@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from evener.components.exact_sum.grid import magic
 from evener.components.gradients import values, with_gradient
 from evener.components.sharded_tensor.local import off_host
 from evener.components.sharded_tensor.shard_spec import by_axes, shard_spec
@@ -50,7 +51,7 @@ def _squares(
     high = (
         bits + exponent - 52
     )  # the sum is at most 2**52 of these, and so is that of the rests, at most half of one
-    numbers = [math.ldexp(1.5, 52 + unit) for unit in (high, high + bits - 53)]
+    numbers = [magic(unit) for unit in (high, high + bits - 53)]
     found = [torch.zeros(2, dtype=torch.float64, device=device)]
     for parameter in parameters:
         square = values(parameter).double().square()

@@ -65,7 +65,8 @@ class ExactBits:
     def words(self) -> str:
         """The division as a text."""
         grains = "1 grain" if self.grains_per_block == 1 else f"{self.grains_per_block} grains"
-        return f"grains of {self.grain} samples, blocks of {grains}"
+        samples = "1 sample" if self.grain == 1 else f"{self.grain} samples"
+        return f"grains of {samples}, blocks of {grains}"
 
 
 _SMALLER = (
