@@ -5,8 +5,10 @@ Nothing of Evener is imported at the top, so that a name that is gone fails its 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
+import pickle
 import re
 import struct
 import subprocess
@@ -14,6 +16,7 @@ import sys
 import threading
 import tomllib
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -642,6 +645,36 @@ def test_ddp_can_be_kept_from_making_its_buckets_anew() -> None:
             for _ in range(3):
                 model(torch.ones(1, 2)).sum().backward()
         assert not model._get_ddp_logging_data().get("has_rebuilt_buckets")  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.usefixtures("group")
+def test_a_process_group_is_freed_after_the_reducer_of_its_model() -> None:
+    with borrowed("ddp") as names:
+        freed: list[str] = []
+        whole = dist.new_group([0])
+        with names.groups_freed_last():
+            model = DistributedDataParallel(nn.Linear(2, 2), process_group=whole)
+        for thing, name in ((model.reducer, "reducer"), (model.logger, "logger"), (whole, "group")):
+            weakref.finalize(thing, freed.append, name)
+        model(torch.ones(1, 2)).sum().backward()
+        dist.destroy_process_group(whole)
+        del thing, whole, model
+        gc.collect()
+        assert sorted(freed[:2]) == ["logger", "reducer"]
+        assert freed[2:] == ["group"]
+
+
+@pytest.mark.usefixtures("group")
+def test_a_model_that_holds_its_process_group_can_be_pickled() -> None:
+    with borrowed("ddp") as names:
+        with names.groups_freed_last():
+            model = DistributedDataParallel(nn.Linear(2, 2))
+            again = pickle.loads(pickle.dumps(model))
+        again(torch.ones(1, 2)).sum().backward()
+        for each in (model, again):
+            names_of = list(vars(each))
+            (held,) = (name for name, value in vars(each).items() if getattr(value, "group", None))
+            assert names_of.index(held) > max(map(names_of.index, ("reducer", "logger")))
 
 
 def test_operators_are_seen_below_autograd() -> None:

@@ -54,7 +54,7 @@ from evener.strategies.single import NoSync
 from evener.strategies.steppers.oom_retry import plain_or_piecewise, wants_pieces
 from evener.strategies.sync_batch_norm import normalize_together
 from evener.strategies.synchronizer import Synchronizer
-from evener.torch_internals.ddp import leave_out, no_buffer_broadcast
+from evener.torch_internals.ddp import groups_freed_last, leave_out, no_buffer_broadcast
 
 
 class Ddp(Strategy):
@@ -126,14 +126,15 @@ class DdpSum(PostBackwardSum):
         thawed = set(self._thawed())
         apart = [name for name, p in replica.named_parameters() if is_apart(p) or p in thawed]
         leave_out(replica, apart)
-        return DistributedDataParallel(
-            replica,
-            process_group=self._group,
-            bucket_cap_mb=self.bucket_bytes / 2**20,
-            gradient_as_bucket_view=True,
-            init_sync=False,  # the weights are rank 0's already
-            **no_buffer_broadcast(),
-        )
+        with groups_freed_last():
+            return DistributedDataParallel(
+                replica,
+                process_group=self._group,
+                bucket_cap_mb=self.bucket_bytes / 2**20,
+                gradient_as_bucket_view=True,
+                init_sync=False,  # the weights are rank 0's already
+                **no_buffer_broadcast(),
+            )
 
     @cached_property
     def bucket_bytes(self) -> int:

@@ -6,6 +6,9 @@
   ``_compute_bucket_assignment_by_size``.
 - ``_distributed_broadcast_coalesced`` is the method that broadcasts buffers. The option that turns this off is public,
   but torch 2.13 renamed it.
+- ``_ddp_init_helper`` is also what makes the reducer, the C++ object that holds the process group. Where the reducer is
+  the last that holds it, its end waits for gloo's threads with Python's lock, and a thread that still frees the context
+  of the last sum waits for that lock.
 - ``_set_params_and_buffers_to_ignore_for_model`` names the parameters that DDP ignores. DDP has no option for it.
 
 Tested with torch 2.11, 2.13, 2.15.
@@ -26,6 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 BROADCAST_BUFFERS = "_distributed_broadcast_coalesced"
 """The method of DDP that broadcasts buffers before a forward pass."""
 
+_HELD = "_evener_group"
+
 
 def logged(model: DistributedDataParallel) -> Mapping[str, Any]:
     """Returns the logging data of the reducer: ``bucket_sizes`` and, after first steps, ``rebuilt_bucket_sizes``."""
@@ -43,6 +48,34 @@ def no_buffer_broadcast() -> dict[str, Any]:
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return {name: False}
+
+
+class _Group:
+    """Holds a process group. A copy or pickle holds none."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
+    def __reduce__(self) -> tuple[type[_Group], tuple[()]]:
+        return _Group, ()
+
+
+@contextmanager
+def groups_freed_last() -> Iterator[None]:
+    """Makes the models that DDP wraps in the block free their process group after their reducer.
+
+    Python's own object of a group lets go of Python's lock while the group's threads end, and the reducer does not
+    (pytorch/pytorch#56297): a rank that is done would never end. Attributes are freed in their order.
+    """
+    init: Any = DistributedDataParallel._ddp_init_helper
+
+    def holding(model: Any, *args: Any, **options: Any) -> None:
+        init(model, *args, **options)
+        model.__dict__.pop(_HELD, None)
+        model.__dict__[_HELD] = _Group(model.process_group)
+
+    with mock.patch.object(DistributedDataParallel, "_ddp_init_helper", holding):
+        yield
 
 
 @contextmanager

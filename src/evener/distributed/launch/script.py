@@ -25,6 +25,7 @@ from evener.distributed.session import RUN_DIR
 from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
 from evener.errors import ConfigurationError
 from evener.files import PACKAGE
+from evener.torch_internals.ddp import groups_freed_last
 
 
 class ScriptHook(ABC):
@@ -63,7 +64,10 @@ class Script(Job):
     def run_in(self, directory: Path) -> None:
         """Runs the script. The observer, if any, writes to ``directory``."""
         rank = detect().rank
-        with self._observer.watching(rank, directory) if self._observer else nullcontext():
+        with (
+            groups_freed_last(),
+            self._observer.watching(rank, directory) if self._observer else nullcontext(),
+        ):
             self._run()
 
     def _run(self) -> None:
