@@ -67,8 +67,22 @@ def wide() -> Task:
 
 
 def _large(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs, targets, reduction="sum") * (
-        2.0**40 if targets[0] else 2.0**-20
+    return _cross_entropy(outputs, targets) * (2.0**40 if targets[0] else 2.0**-20)
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets, reduction="sum")
+
+
+def tiny(power: int = -80) -> Task:
+    """As ``uneven``, with gradients far below the first units: the first steps need the digits below them."""
+    return replace(
+        uneven(),
+        loss=evener.loss(
+            total=lambda outputs, targets: _cross_entropy(outputs, targets) * 2.0**power,
+            count=lambda targets: float(len(targets)),
+        ),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1 * 2.0**-power),
     )
 
 
@@ -79,6 +93,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     "words": sharding.task,
     "uneven": uneven,
     "wide": wide,
+    "tiny": tiny,
     "muon": whole_tasks.muon,
 }
 
@@ -156,7 +171,9 @@ def test_three_ranks_have_the_bits_of_one(ranks: Ranks, alone: Any, how: dict[st
 
 
 @pytest.mark.parametrize("how", spread(SHARDED, SLOW, ALWAYS), ids=str)
-@pytest.mark.parametrize("name", spread(["words", "wide", "branches", "penalty", "muon"], ALWAYS, SLOW, SLOW))
+@pytest.mark.parametrize(
+    "name", spread(["words", "wide", "branches", "tiny", "penalty", "muon"], ALWAYS, SLOW, SLOW)
+)
 def test_divided_updates_have_the_bits_of_one(
     ranks: Ranks, alone: Any, name: str, how: dict[str, Any]
 ) -> None:
@@ -164,7 +181,7 @@ def test_divided_updates_have_the_bits_of_one(
         assert found == alone(name, clip_norm=0.1)
 
 
-@pytest.mark.parametrize("name", spread(["words", "wide", "penalty"], ALWAYS, SLOW, SLOW))
+@pytest.mark.parametrize("name", spread(["words", "wide", "penalty", "tiny"], ALWAYS, SLOW, SLOW))
 def test_divided_weights_have_the_bits_of_one(ranks: Ranks, alone: Any, name: str) -> None:
     for size, balance in ((2, RANDOM), (3, "1,0,2")):
         found = ranks(size).run(trained, name, clip_norm=0.1, strategy="sharded", balance=balance)
@@ -193,13 +210,26 @@ def test_another_grain_is_another_run(alone: Any) -> None:
     assert alone("words")[0] != trained("words", grain=3)[0], "a trial that can fail"
 
 
-def test_limbs_were_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["wide", "tiny"])
+def test_limbs_were_needed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[int]()
     monkeypatch.setattr(
         "evener.components.exact_sum.gradients.folded", lambda *a: made.append(1) or grid.folded(*a)
     )
-    trained("wide")
+    trained(name)
     assert len(made) > 5
+
+
+def test_tiny_gradients_are_not_lost() -> None:
+    weights = []
+    for task in (tiny(), tiny(power=0)):
+        with Engine(task, exact="bits", device="cpu", grain=2, block=2, steps=5) as engine:
+            for batch in engine.batches():
+                engine.step(batch)
+            weights.append(engine.state_dict()["model"])
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weight, weights[1][name], rtol=1e-6, atol=1e-6)
+        assert name == "size" or not torch.equal(weight, dict(Uneven().state_dict())[name])
 
 
 # State

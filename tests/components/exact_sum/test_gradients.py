@@ -38,11 +38,11 @@ def summed(
         limbs.append([])
         own.unpack(flat, found)
         own.finish(limbs[-1].append)
-    wide = [
-        name for name, count in zip(names, flat[-len(names) :].tolist(), strict=True) if grid.is_wide(count)
-    ]
-    for name, digits in zip(wide, zip(*limbs, strict=True), strict=True):
-        found[name].copy_(grid.folded(torch.stack(digits).sum(0), unit))
+    counts = dict(zip(names, flat[-len(names) :].tolist(), strict=True))
+    more = [name for name, count in counts.items() if grid.is_wide(count) or grid.is_fine(count)]
+    for name, digits in zip(more, zip(*limbs, strict=True), strict=True):
+        least = unit if grid.is_wide(counts[name]) else grid.unit_below(unit)
+        found[name].copy_(grid.folded(torch.stack(digits).sum(0), least))
     ranks[0].commit()
     return found, ranks[0].state_dict()["units"]
 
@@ -117,6 +117,30 @@ def test_the_error_is_at_most_that_of_float32(unit: int) -> None:
                 plain += block[name]
             errors = [(each.double() - exact).norm() for each in (found[name], plain)]
             assert errors[0] <= errors[1] + 1e-30
+
+
+@pytest.mark.parametrize("scale", [1e-11, 1e-16, 1e-25, 1e-36])
+def test_gradients_far_below_the_unit_lose_nothing(scale: float) -> None:
+    """As in a first step, or in the one after gradients that were much larger."""
+    blocks = [{"a": scale * each["wide"].clamp(-1e3, 1e3)} for each in wild(7, 1.0, seed=4)]
+    exact = torch.stack([block["a"].double() for block in blocks]).sum(0)
+    own = rank_of(blocks, grid.FIRST_UNIT)
+    for block in blocks:
+        own.add(block)
+    first = own.of_one_rank()["a"].float()
+    plain = sum((block["a"] for block in blocks[1:]), start=blocks[0]["a"])
+    assert (first.double() - exact).norm() <= (plain.double() - exact).norm()
+    for division in divisions(7, 25, seed=6):
+        assert torch.equal(summed(blocks, division, grid.FIRST_UNIT)[0]["a"], first)
+
+
+def test_one_large_block_among_small_ones() -> None:
+    small = {"a": torch.tensor([3e-20, 1e-30])}
+    blocks = [small, {"a": torch.tensor([1.0, 0.0])}, small, {"a": torch.zeros(2)}]
+    first, _ = summed(blocks, [[0, 1, 2, 3]], grid.FIRST_UNIT)
+    assert first["a"].tolist() == [1.0, 0.0], "far below what float32 adds to 1"
+    for division in divisions(4, 25, seed=7):
+        assert torch.equal(summed(blocks, division, grid.FIRST_UNIT)[0]["a"], first["a"])
 
 
 def test_units_follow_the_gradients() -> None:

@@ -29,12 +29,16 @@ from evener.components.exact_sum.grid import (
     check_rounding,
     counted,
     folded,
+    is_fine,
     is_wide,
+    limbs_below,
     limbs_of,
     next_unit,
     round_each,
     scale_of_count,
     split,
+    split_below,
+    unit_below,
     widened,
 )
 from evener.hardware.async_read import is_late
@@ -85,6 +89,8 @@ class ExactGradients:
         """Drops what was added since the last update."""
         self._sums: dict[str, Tensor] = {}
         self._limbs: dict[str, Tensor] = {}
+        self._below: dict[str, Tensor] = {}
+        """Digits below the unit, of blocks that may be far below it."""
         self._counts = torch.zeros_like(self._scales)
         self._counts_of_all = torch.zeros_like(self._scales)
         self._next = None
@@ -106,10 +112,14 @@ class ExactGradients:
 
     def _add(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
         places = self._at(names)
-        counts = self._counts[places] + counted(_largest(gradients), self._scales[places])
+        own = counted(_largest(gradients), self._scales[places])
+        counts = self._counts[places] + own
         self._counts[places] = counts
         near = list(zip(names, gradients, strict=True))
-        if bool((counts > MOST).any()):
+        if bool(((counts > MOST) | (own == 1)).any()):
+            for pair, count in zip(near, own.tolist(), strict=True):
+                if count == 1:
+                    self._add_below(*pair)
             given = zip(near, counts.tolist(), strict=True)
             near = [pair for pair, count in given if not self._add_wide(*pair, count)]
         for some in _in_rounds(near):
@@ -144,6 +154,19 @@ class ExactGradients:
         unit, sums = self._units[self._places[name]], self._with_limbs(name, count)
         self._limbs[name] = sums.add_(split(gradient.double(), unit, len(sums)))
         return True
+
+    def _add_below(self, name: str, gradient: Tensor) -> None:
+        """Keeps what rounding a gradient to its unit cuts off."""
+        digits = split_below(gradient.double(), self._units[self._places[name]])
+        below = self._below.get(name)
+        self._below[name] = digits if below is None else below.add_(digits)
+
+    def _with_below(self, name: str) -> Tensor:
+        """Returns this rank's sum with the digits below the unit."""
+        like, number = self._like[name], limbs_below(self._units[self._places[name]])
+        zeros = like.new_zeros((number, *like.shape), dtype=torch.float64)
+        total = self._sums.get(name, like.new_zeros(like.shape, dtype=torch.float64))
+        return torch.cat([self._below.get(name, zeros), total[None]])
 
     def _with_limbs(self, name: str, count: float) -> Tensor:
         """Returns this rank's sum in as many limbs as the count needs."""
@@ -225,6 +248,10 @@ class ExactGradients:
                 limbs = self._with_limbs(name, count).contiguous()
                 add_up(limbs)
                 again[name] = folded(limbs, self._units[place])
+            elif is_fine(count):
+                limbs = self._with_below(name).contiguous()
+                add_up(limbs)
+                again[name] = folded(limbs, unit_below(self._units[place]))
         following = [next_unit(unit, count) for unit, count in zip(self._units, counts, strict=True)]
         self.forget()
         self._next = following

@@ -11,7 +11,10 @@ Why the sum of a tensor's gradients over blocks of samples has one result:
 4. If the count exceeds `MOST`, every rank sees the same count, and the sum is made once more of *limbs*: numbers are
    cut into digits of 26 bits, ``x = d0 + d1 + ...`` with ``dj`` a multiple of ``2**(26 * j) * u``. The sum of each
    digit is exact for the reason in 2, digits are carried to a unique form, and added up in a fixed order.
-5. The next unit is a function of the unit and the count. So it is the same on all divisions of the work, too, and a
+5. A block whose count is 1 may be far below its unit: in the first step, or after gradients that were much larger. What
+   the unit cuts off is kept in digits below it. They are summed as well if the count of all blocks is at most
+   `LEAST`, which every rank sees, too.
+6. The next unit is a function of the unit and the count. So it is the same on all divisions of the work, too, and a
    count of about ``2**26`` leaves room for blocks that are 16 times larger, and 47 bits below their sum.
 
 Infinities and NaN pass through 1 and 2. Their count is infinite, and no limbs are made.
@@ -33,6 +36,8 @@ MOST = 2.0**30
 """Largest count for which one float64 number for each element is exact: ``2**30 * 2**21 = 2**51`` units."""
 _COUNTED = 21
 _AIM = 26
+LEAST = 2.0**17
+"""Largest count of all blocks for which digits below the unit are summed: above, one block is large enough."""
 GRID = f"grid of {_AIM + _COUNTED} bits"
 """A text for records: the places between the largest possible sum and the unit."""
 _LARGEST_COUNT = 2.0**40
@@ -41,6 +46,8 @@ _LEAST_UNIT, _GREATEST_UNIT = -200, 900
 _LIMB = 26
 _BLOCKS = 17
 """Limbs have room for ``2**17`` blocks of the largest number of a type."""
+_LEAST_LIMB = -160
+"""Digits below the unit go down to this power of two, which is below the least float32."""
 
 
 def magic(unit: int) -> float:
@@ -127,6 +134,33 @@ def split(value: Tensor, unit: int, limbs: int) -> Tensor:
         digits.append((rest + number) - number)
         rest = rest - digits[-1]
     return torch.stack(digits[::-1])
+
+
+def is_fine(count: float) -> bool:
+    """Returns True if a sum with this count needs the digits below the unit."""
+    return 0 < count <= LEAST
+
+
+def split_below(value: Tensor, unit: int) -> Tensor:
+    """Returns what rounding a float64 tensor to its unit cuts off, in digits. The unit of the last one is ``2**-26`` of
+    ``2**unit``, and that of each one before it ``2**-26`` of the next one's."""
+    digits, number = [], magic(unit)
+    rest = value - ((value + number) - number)
+    for place in range(1, 1 + limbs_below(unit)):
+        number = magic(unit - _LIMB * place)
+        digits.append((rest + number) - number)
+        rest = rest - digits[-1]
+    return torch.stack(digits[::-1])
+
+
+def limbs_below(unit: int) -> int:
+    """Returns the number of digits below a unit."""
+    return max(1, math.ceil((unit - _LEAST_LIMB) / _LIMB))
+
+
+def unit_below(unit: int) -> int:
+    """Returns the exponent of the unit of the least digit below a unit."""
+    return unit - _LIMB * limbs_below(unit)
 
 
 def widened(limbs: Tensor, unit: int, number: int) -> Tensor:
