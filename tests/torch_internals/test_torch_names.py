@@ -86,6 +86,8 @@ def test_many_tensors_are_changed_in_one_call() -> None:
         assert [each.tolist() for each in narrow] == [[5.0, 5.0], [4.0, 4.0, 4.0]]
         for function in (many.add_each, many.subtract_each, many.copy_each):
             function([], [])
+        turned = torch.arange(6.0).view(2, 3).t()
+        assert many.flattened([turned, torch.tensor(7.0)]).tolist() == [0, 3, 1, 4, 2, 5, 7]
 
 
 def test_hooks_on_accumulated_gradients_are_known() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from evener.components.sharded_tensor.local import local
 from evener.errors import DivergenceError
 from evener.hardware.async_read import Readout, ReadyValue, is_late, kept
+from evener.torch_internals.foreach import flattened
 from evener.torch_internals.optimizers import largest
 from evener.torch_internals.storages import stored_values
 
@@ -65,6 +66,25 @@ def number_of(gradient: Tensor) -> float:
     """Returns the same sum as a Python number. The host waits for it."""
     plain = type(gradient) is Tensor and gradient.dtype in _WIDE and not gradient.is_sparse
     return (gradient.sum() if plain else sum_of(gradient)).item()
+
+
+_SMALL = 2**10
+"""Elements of a gradient up to which to copy it takes less than to add it up by itself."""
+_FEW = 4
+
+
+def number_of_all(found: Sequence[Tensor]) -> float:
+    """Returns the sum of the values of several gradients as a Python number, which is finite if all of them are. Small
+    ones are added up in one call. The host waits for it."""
+    small = [each for each in found if each.numel() <= _SMALL and type(each) is Tensor]
+    small = [each for each in small if each.dtype is torch.float32 and each.layout is torch.strided]
+    if len(small) < _FEW:
+        return sum(map(number_of, found))
+    number = flattened(small).sum().item()
+    if len(small) < len(found):
+        those = set(map(id, small))
+        number += sum(number_of(each) for each in found if id(each) not in those)
+    return number
 
 
 def numbers_of(gradient: Tensor) -> Tensor:
@@ -110,7 +130,7 @@ class Unsound:
         """Checks the gradients ``found``. Calls ``gradients`` for the names: on a GPU always, on a CPU only if one is
         not finite."""
         if not found or not is_late(found[0].device):
-            return self._judged(sum(map(number_of, found)), gradients)
+            return self._judged(number_of_all(found), gradients)
         alike = [(name, gradient) for name, gradient in gradients() if numbers_of(gradient).numel()]
         return self._of_late(alike) if alike else ReadyValue(0.0)
 

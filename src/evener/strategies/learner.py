@@ -308,7 +308,7 @@ class Learner:
         """Returns a number that is finite if the gradients of ``parameters`` are. Otherwise :attr:`unsound` records the
         parameter."""
         given = list(parameters)
-        found = [p.grad for p in given if p.grad is not None]
+        found = [gradient for p in given if (gradient := p.grad) is not None]
         return self.unsound.of_these(found, lambda: gradients.named((self.names[p], p) for p in given)())
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
