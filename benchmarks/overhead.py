@@ -44,6 +44,9 @@ def main() -> None:
     arguments = parser.parse_args()
     results = evener.launch(measure, arguments.turns, arguments.steps, processes=2, device="cpu")[0]
     record("overhead", "two CPU ranks", table(results, "plain DDP"))
+    own = ("Evener", "Evener, prepared")
+    beside = {name: {each: timings[each] for each in own} for name, timings in results.items()}
+    record("overhead", "a prepared loop beside Evener's own", table(beside, "Evener"))
 
 
 if __name__ == "__main__":

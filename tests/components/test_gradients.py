@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evener.components.gradients import Unsound, number_of_all
 
@@ -15,7 +15,9 @@ def of_many() -> list[Tensor]:
     """Small and large ones, of several types and layouts."""
     generator = torch.Generator().manual_seed(0)
     drawn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), drawn(2, 3), (4, 3), check_invariants=True)
+    table = nn.Embedding(4, 3, sparse=True)
+    table(torch.tensor([1, 1])).sum().backward()
+    assert table.weight.grad is not None
     return [
         *(drawn(3, 2) for _ in range(5)),
         drawn(100, 100),
@@ -25,7 +27,7 @@ def of_many() -> list[Tensor]:
         drawn(3).double(),
         drawn(4).half(),
         torch.complex(drawn(2), drawn(2)),
-        sparse,
+        table.weight.grad,
     ]
 
 

@@ -309,6 +309,7 @@ def test_parameters_and_buffers_are_replaced_in_place() -> None:
         names.own_buffers(norm)["running_mean"] = torch.full((2,), 5.0)
         assert torch.allclose(norm.eval()(torch.full((1, 2), 5.0)), torch.full((1, 2), 7.0))
         assert names.own_parameters(nn.Linear(1, 1, bias=False))["bias"] is None
+        assert names.own_modules(nn.Sequential(norm)) == {"0": norm}
 
 
 def test_a_write_in_place_is_counted() -> None:

@@ -1,6 +1,7 @@
 """Private names of modules, of their wrappers, and of data loaders.
 
-- ``Module._parameters`` and ``_buffers`` are dicts of a module's own parameters and buffers, which Evener replaces.
+- ``Module._parameters``, ``_buffers`` and ``_modules`` are dicts of a module's own parameters, buffers, which Evener
+  replaces, and modules. To look at them takes a tenth of the time of ``Module.modules``.
   ``named_parameters`` leaves out entries that are None, and ``setattr`` goes through the module's ``__setattr__``,
   which lazy and parametrized modules override.
 - ``_BatchNorm`` and ``_DropoutNd`` are the base classes of torch's BatchNorms and Dropouts, also of classes that users
@@ -47,6 +48,11 @@ WRAPPERS = (COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Returns the module's own parameters by name. Writing to the dict replaces them."""
     return module._parameters
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Returns the module's own modules by name."""
+    return module._modules
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:

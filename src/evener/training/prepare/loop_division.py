@@ -152,7 +152,9 @@ class LoopDivision:
     def is_part_of_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Returns True if the optimizer is inside another, which is stepping."""
         outer = self._stepping
-        return outer is not None and any(each is optimizer for each in inner_optimizers(outer))
+        if outer is None or outer is optimizer:
+            return False
+        return any(each is optimizer for each in inner_optimizers(outer))
 
     def end_failed_step(self) -> None:
         """Gives the optimizer its parameters back whose step ended with an error."""

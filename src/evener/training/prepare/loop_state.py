@@ -29,6 +29,7 @@ from evener.nn.batch_norm import BatchNorm, normalize_by_batches
 from evener.strategies.buffers import share_buffers
 from evener.strategies.learner import Learner
 from evener.strategies.timing import WorkTimer
+from evener.torch_internals.modules import own_modules, own_parameters
 from evener.training.consistency.replicas import digest, together
 from evener.training.factory import balancer_called
 from evener.training.prepare.batch_tensors import check_at_hand
@@ -60,6 +61,10 @@ CROSSED = (
 def held_by(learner: Learner, number: int) -> list[nn.Module]:
     """Returns the learner's models as they are now."""
     return [learner.model] if number == 1 else list(learner.model.children())
+
+
+def _are_same(now: Sequence[object], before: Sequence[object]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 class LoopState:
@@ -270,8 +275,7 @@ class LoopState:
             ConfigurationError: If only some ranks have any, or they come in mid-batch with weights that differ.
         """
         self.division.end_failed_step()
-        now = self._layers(self._models)
-        if len(now) == len(self._held) and all(map(operator.is_, now, self._held)):
+        if all(_are_same(self._parts_of(module), held) for module, held in self._held):
             return
         self.division.check_may_change(self.make.strategy)
         rows = self.exchange("layers that were put in or taken out", float(self._weights_now()))
@@ -282,13 +286,15 @@ class LoopState:
             )
         self.renew(self._models)
 
-    def _layers(self, models: Sequence[nn.Module]) -> list[nn.Module | nn.Parameter]:
-        """Returns all modules and parameters of the models. Those of a divided model are whole at times."""
-        found: list[nn.Module | nn.Parameter] = []
-        for model in models:
-            found += model.modules()
-            found += () if self.division.divides_model else model.parameters()
-        return found
+    def _layers(self, models: Sequence[nn.Module]) -> list[tuple[nn.Module, Sequence[object]]]:
+        """Returns all modules of the models, each with what it holds itself."""
+        return [(module, self._parts_of(module)) for model in models for module in model.modules()]
+
+    def _parts_of(self, module: nn.Module) -> Sequence[object]:
+        """Returns the modules and parameters that a module holds itself; of a divided model, which is whole at times,
+        its modules alone."""
+        modules = own_modules(module).values()
+        return [*modules] if self.division.divides_model else [*modules, *own_parameters(module).values()]
 
     def _weights_now(self) -> int:
         """Returns a checksum of all parameters."""
