@@ -163,7 +163,8 @@ class LoopState:
         Raises:
             ConfigurationError: If there is none, or they do not.
         """
-        check_at_hand(of, self._current, what)
+        if of is not None:
+            check_at_hand(of, self._current, what)
         if not self._current:
             raise ConfigurationError(OUTSIDE.format(what=what))
         return self._current[-1]
@@ -291,8 +292,7 @@ class LoopState:
         return [(module, self._parts_of(module)) for model in models for module in model.modules()]
 
     def _parts_of(self, module: nn.Module) -> Sequence[object]:
-        """Returns the modules and parameters that a module holds itself; of a divided model, which is whole at times,
-        its modules alone."""
+        """Returns what a module holds itself; of a divided model, which is whole at times, the modules alone."""
         modules = own_modules(module).values()
         return [*modules] if self.division.divides_model else [*modules, *own_parameters(module).values()]
 
