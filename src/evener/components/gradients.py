@@ -71,6 +71,7 @@ def number_of(gradient: Tensor) -> float:
 _SMALL = 2**10
 """Elements of a gradient up to which to copy it takes less than to add it up by itself."""
 _FEW = 4
+"""Number of small gradients from which one call for all is quicker."""
 
 
 def number_of_all(found: Sequence[Tensor]) -> float:

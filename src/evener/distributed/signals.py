@@ -224,9 +224,8 @@ def deferring(grace_seconds: float, describe: Callable[[], str]) -> Iterator[Def
 def interruption(number: int, place: str) -> str:
     """Returns the message of an interruption: ``interrupted by SIGINT at step 41 of 400``."""
     name = signal.Signals(number).name
-    return f"interrupted by {name} " + (
-        f"at {place}" if place else "before any progress that Evener knows of"
-    )
+    known = f"at {place}" if place else "before any progress that Evener knows of"
+    return f"interrupted by {name} {known}"
 
 
 def enforce(on_expiry: Callable[[int], None], grace_seconds: float = GRACE_SECONDS) -> None:

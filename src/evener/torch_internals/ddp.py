@@ -51,13 +51,13 @@ def no_buffer_broadcast() -> dict[str, Any]:
 
 
 class _Group:
-    """Holds a process group. A copy or pickle holds none."""
+    """Holds a process group. A copy or pickle is a plain object: a model that a script saves needs no Evener later."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def __reduce__(self) -> tuple[type[_Group], tuple[()]]:
-        return _Group, ()
+    def __reduce__(self) -> tuple[type[object], tuple[()]]:
+        return object, ()
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """Private names of modules, of their wrappers, and of data loaders.
 
-- ``Module._parameters``, ``_buffers`` and ``_modules`` are dicts of a module's own parameters, buffers, which Evener
-  replaces, and modules. To look at them takes a tenth of the time of ``Module.modules``.
+- ``Module._parameters`` and ``_buffers`` are dicts of a module's own parameters and buffers, which Evener replaces.
   ``named_parameters`` leaves out entries that are None, and ``setattr`` goes through the module's ``__setattr__``,
   which lazy and parametrized modules override.
+- ``Module._modules`` is the dict of a module's own modules. Evener looks at it in every step of a prepared loop, where
+  ``Module.modules`` would take too long.
 - ``_BatchNorm`` and ``_DropoutNd`` are the base classes of torch's BatchNorms and Dropouts, also of classes that users
   derive from them. There is no public base class.
 - ``_orig_mod``, ``_checkpoint_wrapped_module`` and ``_fsdp_wrapped_module`` are attributes in which ``torch.compile``

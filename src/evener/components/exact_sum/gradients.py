@@ -29,7 +29,7 @@ from evener.components.exact_sum.grid import (
     check_rounding,
     counted,
     folded,
-    is_fine,
+    is_small,
     is_wide,
     limbs_below,
     limbs_of,
@@ -248,7 +248,7 @@ class ExactGradients:
                 limbs = self._with_limbs(name, count).contiguous()
                 add_up(limbs)
                 again[name] = folded(limbs, self._units[place])
-            elif is_fine(count):
+            elif is_small(count):
                 limbs = self._with_below(name).contiguous()
                 add_up(limbs)
                 again[name] = folded(limbs, unit_below(self._units[place]))

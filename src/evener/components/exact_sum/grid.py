@@ -13,7 +13,7 @@ Why the sum of a tensor's gradients over blocks of samples has one result:
    digit is exact for the reason in 2, digits are carried to a unique form, and added up in a fixed order.
 5. A block whose count is 1 may be far below its unit: in the first step, or after gradients that were much larger. What
    the unit cuts off is kept in digits below it. They are summed as well if the count of all blocks is at most
-   `LEAST`, which every rank sees, too.
+   `MOST_BELOW`, which every rank sees, too.
 6. The next unit is a function of the unit and the count. So it is the same on all divisions of the work, too, and a
    count of about ``2**26`` leaves room for blocks that are 16 times larger, and 47 bits below their sum.
 
@@ -36,8 +36,8 @@ MOST = 2.0**30
 """Largest count for which one float64 number for each element is exact: ``2**30 * 2**21 = 2**51`` units."""
 _COUNTED = 21
 _AIM = 26
-LEAST = 2.0**17
-"""Largest count of all blocks for which digits below the unit are summed: above, one block is large enough."""
+MOST_BELOW = 2.0**17
+"""Largest count of all blocks for which digits below the unit are summed. Above it, one block is large enough."""
 GRID = f"grid of {_AIM + _COUNTED} bits"
 """A text for records: the places between the largest possible sum and the unit."""
 _LARGEST_COUNT = 2.0**40
@@ -136,21 +136,15 @@ def split(value: Tensor, unit: int, limbs: int) -> Tensor:
     return torch.stack(digits[::-1])
 
 
-def is_fine(count: float) -> bool:
+def is_small(count: float) -> bool:
     """Returns True if a sum with this count needs the digits below the unit."""
-    return 0 < count <= LEAST
+    return 0 < count <= MOST_BELOW
 
 
 def split_below(value: Tensor, unit: int) -> Tensor:
-    """Returns what rounding a float64 tensor to its unit cuts off, in digits. The unit of the last one is ``2**-26`` of
-    ``2**unit``, and that of each one before it ``2**-26`` of the next one's."""
-    digits, number = [], magic(unit)
-    rest = value - ((value + number) - number)
-    for place in range(1, 1 + limbs_below(unit)):
-        number = magic(unit - _LIMB * place)
-        digits.append((rest + number) - number)
-        rest = rest - digits[-1]
-    return torch.stack(digits[::-1])
+    """Returns what rounding a float64 tensor to its unit cuts off, in digits as those of `split`: the first has the
+    unit of `unit_below`."""
+    return split(value, unit_below(unit), 1 + limbs_below(unit))[:-1]
 
 
 def limbs_below(unit: int) -> int:
