@@ -147,12 +147,20 @@ def record(name: str, title: str, table: Table, *, beside: str = "") -> None:
         made = {
             "date": str(date.today()),
             "machine": where,
-            "command": shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+            "command": shlex.join(
+                ["python", "-m", f"benchmarks.{name}", *map(_without_directory, sys.argv[1:])]
+            ),
             "ratio": table.ratio,
             "columns": list(table.columns),
             "rows": rows,
         }
         merge(Path(directory), name, {title: made})
+
+
+def _without_directory(argument: str) -> str:
+    """A file of this machine by its name alone: where it lies says nothing to others."""
+    path = Path(argument)
+    return path.name if path.is_absolute() else argument
 
 
 def merge(directory: Path, name: str, tables: Mapping[str, Any]) -> None:

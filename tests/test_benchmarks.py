@@ -127,11 +127,11 @@ def test_a_table_is_printed_as_it_comes_and_written_where_it_is_asked_for(
     record("small", "another", Table(["work", "time"], rows(), "time over half"))
     assert "another" not in read_records(place)["small"]
     monkeypatch.setenv(PLACE, str(place))
-    monkeypatch.setattr(sys, "argv", ["x", "--turns", "2"])
+    monkeypatch.setattr(sys, "argv", ["x", "--turns", "2", "--json", str(place / "rows.json")])
     record("small", "another", Table(["work", "time"], rows(), "time over half"), beside="one GPU")
     tables = read_records(place)["small"]
     assert list(tables) == ["one table", "another"], "the other stays"
-    assert tables["another"]["command"] == "python -m benchmarks.small --turns 2"
+    assert tables["another"]["command"] == "python -m benchmarks.small --turns 2 --json rows.json"
     assert tables["another"]["machine"].endswith(", one GPU")
     assert tables["another"]["rows"][0][1] == {"value": 5.871, "unit": "ms", "ratio": 0.72, "spread": 0.031}
     record("small", "another", Table(["work", "time"], [["z", cell(3)]]))
