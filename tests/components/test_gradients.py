@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from evener.components.gradients import Unsound, number_of_all
+from evener.components.gradients import AllGradients, Unsound, number_of_all
 
 
 def of_many() -> list[Tensor]:
@@ -65,3 +67,96 @@ def test_infinities_of_both_signs_do_not_cancel() -> None:
     found = [torch.zeros(3) for _ in range(6)]
     found[1][0], found[4][2] = math.inf, -math.inf
     assert math.isnan(number_of_all(found))
+
+
+# All gradients of a model
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+class Kinds(nn.Module):
+    """Parameters of which some are joined, some looked at by themselves, and some are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList(nn.Parameter(drawn(2 + k, 3)) for k in range(5))
+        self.biases = nn.ParameterList(nn.Parameter(drawn(4)) for _ in range(6))
+        self.others = nn.ParameterList(
+            [nn.Parameter(drawn(40, 40)), nn.Parameter(drawn(3).double()), nn.Parameter(drawn(()))]
+        )
+        self.frozen = nn.Parameter(drawn(3), requires_grad=False)
+
+
+def checked(model: nn.Module, change: Callable[[dict[str, nn.Parameter]], None]) -> tuple[float, str | None]:
+    """The number of a model's gradients, and the name that is found; after others in the step before."""
+    names = {p: name for name, p in model.named_parameters()}
+    unsound = Unsound(names.values())
+    found = AllGradients(names, unsound)
+    for p in names:
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    assert math.isfinite(found.check().value())
+    assert unsound.name() is None
+    change({name: p for p, name in names.items()})
+    return found.check().value(), unsound.name()
+
+
+KINDS = [name for name, p in Kinds().named_parameters() if p.requires_grad]
+
+
+def test_the_gradients_of_a_model_are_added_up() -> None:
+    model = Kinds()
+    number, _ = checked(model, lambda named: None)
+    assert number == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_gradient_of_a_model_that_is_not_finite_is_named(name: str, late: bool) -> None:
+    def spoil(named: dict[str, nn.Parameter]) -> None:
+        gradient = named[name].grad
+        assert gradient is not None
+        gradient.view(-1)[-1] = math.inf
+
+    with mock.patch("evener.components.gradients.is_late", return_value=late):
+        number, found = checked(Kinds(), spoil)
+    assert not math.isfinite(number)
+    assert found == name
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("missing", ["rows.1", "biases.0", "others.0", "others.2"])
+def test_missing_gradients_of_a_model_do_not_hide_others(missing: str, late: bool) -> None:
+    def drop(named: dict[str, nn.Parameter]) -> None:
+        named[missing].grad = None
+        named["biases.3"].grad = torch.full((4,), math.nan)
+
+    with mock.patch("evener.components.gradients.is_late", return_value=late):
+        number, found = checked(Kinds(), drop)
+    assert not math.isfinite(number)
+    assert found == "biases.3"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_frozen_parameter_that_has_a_gradient_is_looked_at(late: bool) -> None:
+    def give(named: dict[str, nn.Parameter]) -> None:
+        named["frozen"].grad = torch.full((3,), math.inf)
+
+    with mock.patch("evener.components.gradients.is_late", return_value=late):
+        assert checked(Kinds(), give)[1] == "frozen"
+
+
+def test_sparse_gradients_among_those_of_a_model_are_looked_at() -> None:
+    def give(named: dict[str, nn.Parameter]) -> None:
+        named["rows.2"].grad = torch.full((4, 3), math.nan).to_sparse()
+
+    assert checked(Kinds(), give)[1] == "rows.2"
+
+
+def test_finite_gradients_of_a_model_whose_sum_overflows_are_sound() -> None:
+    def grow(named: dict[str, nn.Parameter]) -> None:
+        for k in range(6):
+            named[f"biases.{k}"].grad = torch.full((4,), 3e38)
+
+    assert checked(Kinds(), grow) == (0.0, None)

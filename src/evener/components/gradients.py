@@ -15,16 +15,18 @@ and the position of a gradient that is not finite is read later, with the losses
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
+from evener.components.late_norms import LateNorms, LatePlace
 from evener.components.sharded_tensor.local import local
 from evener.errors import DivergenceError
 from evener.hardware.async_read import Readout, ReadyValue, is_late, kept
 from evener.torch_internals.foreach import flattened
-from evener.torch_internals.optimizers import largest
 from evener.torch_internals.storages import stored_values
 
 
@@ -107,7 +109,7 @@ class Unsound:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._places = {name: float(place) for place, name in enumerate(names, 1)}
-        self._constants: dict[tuple[str, ...], Tensor] = {}
+        self._constants: dict[tuple[float, ...], Tensor] = {}
         self.found: list[Readout] = []
         """For each check 0, or the position (from 1) of a parameter with a non-finite gradient. The largest counts."""
 
@@ -131,37 +133,94 @@ class Unsound:
         """Checks the gradients ``found``. Calls ``gradients`` for the names: on a GPU always, on a CPU only if one is
         not finite."""
         if not found or not is_late(found[0].device):
-            return self._judged(number_of_all(found), gradients)
+            return self.of_number(number_of_all(found), gradients)
         alike = [(name, gradient) for name, gradient in gradients() if numbers_of(gradient).numel()]
         return self._of_late(alike) if alike else ReadyValue(0.0)
 
     def of_flat(self, flat: Tensor, gradients: Named, number: float | None = None) -> Readout:
         """Checks gradients that are all in one tensor, ``flat``. ``number`` is the sum of ``flat``, if it is known."""
         if not is_late(flat.device):
-            return self._judged(sum_of(flat).item() if number is None else number, gradients)
+            return self.of_number(sum_of(flat).item() if number is None else number, gradients)
         alike = [each for each in gradients() if each[1].numel()]
         return self._of_late(alike) if alike else kept(sum_of(flat))
 
-    def _judged(self, number: float, gradients: Named) -> Readout:
+    def of_number(self, number: float, gradients: Named) -> Readout:
+        """Checks gradients by their sum, which is known on the host."""
         if math.isfinite(number):
             return ReadyValue(number)
         bad = [self._places[name] for name, each in gradients() if not _is_finite(each)]
         self.found.append(ReadyValue(max(bad, default=0.0)))
         return ReadyValue(math.nan if bad else 0.0)
 
-    def _of_late(self, gradients: Sequence[tuple[str, Tensor]]) -> Readout:
-        norms = torch.stack([norm.float() for norm in largest([numbers_of(each) for _, each in gradients])])
-        places = self._places_on(norms.device, tuple(name for name, _ in gradients))
-        self.found.append(kept((places * norms.isfinite().logical_not()).amax()))
-        return kept(norms.sum(dtype=torch.float64))
+    def of_late(self, found: Sequence[Tensor], places: Sequence[float]) -> Readout:
+        """Checks gradients on a device that runs behind the host, in one launch; see :class:`LateNorms`."""
+        norms = LateNorms(found, places)
+        self.found.append(LatePlace(norms, self._places_on))
+        return norms
 
-    def _places_on(self, device: torch.device, names: tuple[str, ...]) -> Tensor:
-        """Returns the positions of the parameters as a tensor. Built on the device once, because a copy to it would
-        make the host wait."""
-        if names not in self._constants:
-            made = [torch.full((), self._places[name], device=device) for name in names]
-            self._constants[names] = torch.stack(made)
-        return self._constants[names]
+    def _of_late(self, gradients: Sequence[tuple[str, Tensor]]) -> Readout:
+        found = [numbers_of(gradient) for _, gradient in gradients]
+        return self.of_late(found, [self._places[name] for name, _ in gradients])
+
+    def _places_on(self, device: torch.device, places: Sequence[float]) -> Tensor:
+        """Returns the positions of parameters as a tensor. Built on the device once, because a copy to it would make
+        the host wait."""
+        key = tuple(places)
+        if key not in self._constants:
+            made = [torch.full((), place, dtype=torch.float64, device=device) for place in key]
+            self._constants[key] = torch.stack(made)
+        return self._constants[key]
+
+
+class AllGradients:
+    """Checks the gradients of all parameters of a model after each backward, as :class:`Unsound` does any.
+
+    What does not change between steps is found once, so that Python does nothing for each parameter. On a CPU, small
+    gradients that differ in their first dimension alone are joined as they are, and added up in one call.
+
+    Args:
+        names: The parameters with their names, in the order in which ``unsound`` knows them.
+    """
+
+    def __init__(self, names: Mapping[nn.Parameter, str], unsound: Unsound) -> None:
+        self._names, self._unsound = names, unsound
+        trained = [(p, float(place)) for place, p in enumerate(names, 1) if p.requires_grad]
+        self._trained, self._places = [p for p, _ in trained], [place for _, place in trained]
+        self._frozen = [p for p in names if not p.requires_grad]
+        groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for p in self._trained:
+            if p.numel() <= _SMALL and p.dim() and p.dtype is torch.float32:
+                groups.setdefault(tuple(p.shape[1:]), []).append(p)
+        self._groups = [group for group in groups.values() if len(group) >= _FEW]
+        joined = set(map(id, chain.from_iterable(self._groups)))
+        self._others = [p for p in self._trained if id(p) not in joined]
+        self._are_plain = all(
+            type(p) is nn.Parameter and p.numel() and not p.is_complex() for p in self._trained
+        )
+
+    def check(self) -> Readout:
+        """Returns a number that is finite if all gradients are."""
+        if self._are_plain and not any(p.grad is not None for p in self._frozen):
+            try:
+                return self._check_plain()
+            except (TypeError, RuntimeError):
+                pass  # a gradient is missing, or sparse
+        found = [gradient for p in self._names if (gradient := p.grad) is not None]
+        return self._unsound.of_these(found, self._named)
+
+    def _check_plain(self) -> Readout:
+        if self._trained and is_late(self._trained[0].device):
+            return self._unsound.of_late(list(map(_GRADIENT, self._trained)), self._places)
+        number = sum(number_of(found) for p in self._others if (found := p.grad) is not None)
+        for group in self._groups:
+            number += torch.cat(list(map(_GRADIENT, group))).sum().item()
+        return self._unsound.of_number(number, self._named)
+
+    def _named(self) -> Iterable[tuple[str, Tensor]]:
+        return named((name, p) for p, name in self._names.items())()
+
+
+_GRADIENT: Callable[[nn.Parameter], Tensor] = attrgetter("grad")
 
 
 def check_sound(unsound: Sequence[str | None]) -> None:

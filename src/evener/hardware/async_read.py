@@ -67,7 +67,8 @@ class AsyncCopyValue:
 
     def values(self) -> list[float]:
         self._copied.synchronize()
-        return [float(number) for number in self._copy.flatten().tolist()]
+        numbers = self._copy.flatten()
+        return numbers.tolist() if numbers.is_floating_point() else [float(each) for each in numbers.tolist()]
 
 
 class DeferredValue:

@@ -79,7 +79,7 @@ class PostBackwardSum(Reducer):
     def complete(self) -> tuple[str, ...]:
         trained = self._trained()
         missing = self._without_gradient([*trained, *self._thawed()])
-        self._own = self._learner.look_at(self._learner.names)
+        self._own = self._learner.all_gradients.check()
         self._learner.work_timer.work_done()
         self._sum(trained)
         self._forget_frozen()

@@ -98,7 +98,7 @@ class StrategySettings:
 _NOT_MEASURED: Readout = ReadyValue(0.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutcome:
     """The result of one rank's forward and backward passes in a step, before the update. On a GPU, its numbers are read
     without waiting for the device."""

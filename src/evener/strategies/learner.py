@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -27,7 +26,7 @@ from evener.components.memory_limits.limits import Room
 from evener.components.model_with_loss import Replica
 from evener.components.offload.offload import OffloadState
 from evener.components.optim.eight_bit import stepping
-from evener.components.optim.fused import lay_out
+from evener.components.optim.fused import clear_gradients, lay_out
 from evener.components.optim.whole_updates import OwnershipTerms, WholeUpdates
 from evener.components.penalty import add_penalty
 from evener.components.sharded_tensor.shard_spec import shard_spec
@@ -252,7 +251,7 @@ class Learner:
             with named_range("optimizer"), stepping(self.optimizer, self.session.device):
                 step_all = (self.offloaded.updates or self.optimizer).step
                 step_all() if self.whole_updates is None else self.whole_updates.step(step_all)
-            self.optimizer.zero_grad(set_to_none=True)
+            clear_gradients(self.optimizer)
         else:
             self._leave_out()
 
@@ -304,6 +303,11 @@ class Learner:
         """Records which of this rank's own gradients are not finite."""
         return gradients.Unsound(self.names.values())
 
+    @cached_property
+    def all_gradients(self) -> gradients.AllGradients:
+        """Checks the gradients of all parameters, as :meth:`look_at` does some."""
+        return gradients.AllGradients(self.names, self.unsound)
+
     def look_at(self, parameters: Iterable[nn.Parameter]) -> Readout:
         """Returns a number that is finite if the gradients of ``parameters`` are. Otherwise :attr:`unsound` records the
         parameter."""
@@ -329,13 +333,9 @@ class Learner:
         except BaseException:
             self._clear_gradients()  # a caller that goes on must not find gradients of the failed step
             raise
-        return replace(
-            outcome,
-            unsound=tuple(self.unsound.found),
-            memory=self.watch.end(batch),
-            changes=self.trained.changes,
-            has_changed=has_changed,
-        )
+        outcome.unsound, outcome.memory = tuple(self.unsound.found), self.watch.end(batch)
+        outcome.changes, outcome.has_changed = self.trained.changes, has_changed
+        return outcome
 
     def check_weights(self, steps: int) -> None:
         """Raises DivergenceError on all ranks if a trained weight of any rank is not finite after ``steps`` steps. Such

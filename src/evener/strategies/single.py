@@ -56,7 +56,7 @@ class NoSync(Synchronizer):
         check_sound(self._learner.session.control.gather_objects(self._learner.unsound.name()))
 
     def soundness(self) -> tuple[Readout, ...]:
-        return (self._learner.look_at(self._learner.names),)
+        return (self._learner.all_gradients.check(),)
 
 
 class Single(Strategy):

@@ -196,7 +196,7 @@ class Engine:
         """
         began, learner, sync, number = time.perf_counter(), self.learner, self.step_sync, self.steps_done
         watchdog, recomputing = self.session.watchdog, self.recomputing.step(batch, number)
-        with watchdog.explained(), watchdog.phase("training", step=number), recomputing:
+        with watchdog.phase("training", step=number, explains=True), recomputing:
             step = Step(batch, number, sync.settle, learner.names_in_order)
             next_count = sync.count(self._upcoming)
             outcome = learner.run(batch, partial(sync.divisor, step, learner.loss_scale), number)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import evener
-from evener.components.optim.fused import fuse, lay_out, words_of
+from evener.components.optim.fused import clear_gradients, fuse, lay_out, words_of
 from evener.training.engine import Engine
 from tests.comparing import worst
 
@@ -197,3 +197,38 @@ def test_hooks_cannot_lead_the_kernel_astray() -> None:
             return weights(made)
 
     assert worst(run("auto"), run("no")) < 1e-12
+
+
+# Clearing
+
+
+class Clears(torch.optim.SGD):
+    """An optimizer that clears in its own way."""
+
+    cleared = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.cleared += 1
+
+
+def test_gradients_of_the_optimizers_parameters_are_cleared() -> None:
+    own, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": [own.weight]}, {"params": [own.bias]}], lr=0.1)
+    for p in (*own.parameters(), *other.parameters()):
+        p.grad = torch.ones_like(p)
+    clear_gradients(optimizer)
+    assert [p.grad for p in own.parameters()] == [None, None]
+    assert all(p.grad is not None for p in other.parameters())
+
+
+def test_an_optimizer_may_clear_in_its_own_way() -> None:
+    layer = nn.Linear(2, 2)
+    layer.weight.grad = torch.ones(2, 2)
+    optimizer = Clears(layer.parameters(), lr=0.1)
+    clear_gradients(optimizer)
+    assert optimizer.cleared == 1
+    assert layer.weight.grad is not None
+    replaced = torch.optim.SGD(layer.parameters(), lr=0.1)
+    replaced.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+    clear_gradients(replaced)
+    assert layer.weight.grad is not None

@@ -14,6 +14,8 @@ which cannot be foreseen.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -70,12 +72,32 @@ def _is_offered(optimizer: torch.optim.Optimizer, like: Tensor) -> bool:
 def lay_out(optimizer: torch.optim.Optimizer) -> None:
     """Makes the gradients of fused parameters contiguous before a step."""
     for group in optimizer.param_groups:
-        for parameter in group["params"] if group.get("fused") else ():
-            gradient = parameter.grad
-            if gradient is None or gradient.layout is not torch.strided or gradient.is_contiguous():
-                continue
-            if parameter.is_contiguous():
-                parameter.grad = gradient.contiguous()
+        if group.get("fused") and not _all_contiguous(group["params"]):
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None or gradient.layout is not torch.strided or gradient.is_contiguous():
+                    continue
+                if parameter.is_contiguous():
+                    parameter.grad = gradient.contiguous()
+
+
+def _all_contiguous(parameters: Iterable[Tensor]) -> bool:
+    """Returns True if all have a contiguous gradient. Nothing is done in Python for each parameter."""
+    try:
+        return all(map(Tensor.is_contiguous, map(attrgetter("grad"), parameters)))
+    except (TypeError, RuntimeError):  # a gradient is missing, or sparse
+        return False
+
+
+def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Sets the gradients of the optimizer's parameters to None: what ``zero_grad()`` does, of which PyTorch's own makes
+    a range for the profiler and passes through the guard of torch.compile, about 25 microseconds a step."""
+    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+        optimizer.zero_grad(set_to_none=True)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def words_of(optimizer: torch.optim.Optimizer) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
@@ -37,29 +37,39 @@ class Phase:
     """Context manager that marks where the rank is, also in a profile. Created by `Watchdog.phase` and
     `Watchdog.wait`."""
 
-    __slots__ = ("_before", "_place", "_range", "_watchdog")
+    __slots__ = ("_before", "_explains", "_place", "_range", "_watchdog")
 
-    def __init__(self, watchdog: Marked, place: PhaseMark) -> None:
-        self._watchdog, self._place = watchdog, place
+    def __init__(self, watchdog: Marked, place: PhaseMark, explains: bool = False) -> None:
+        self._watchdog, self._place, self._explains = watchdog, place, explains
 
     def __enter__(self) -> None:
         self._before = self._watchdog.place
         self._watchdog.place = self._place
         self._watchdog.moved()
         phase = self._place.phase
-        self._range = named_range(phase) if phase != self._before.phase else nullcontext()
+        self._range = named_range(phase) if phase != self._before.phase else _NO_RANGE
         self._range.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            explains = self._place.waits and asked() is None  # a run that is to stop has no time for it
-            if error is not None and explains and is_communication_error(error):
-                explained = self._watchdog.explain(error)
-                if explained is not error:
-                    raise explained from error
+            if error is not None and (self._place.waits or self._explains):
+                self._explain(error)
         finally:
             self._watchdog.place = self._before
             self._watchdog.moved()
             self._range.__exit__(None, None, None)
+
+    def _explain(self, error: BaseException) -> None:
+        if asked() is not None or not is_communication_error(
+            error
+        ):  # a run that is to stop has no time for it
+            return
+        self._watchdog.place = self._place._replace(waits=True)
+        explained = self._watchdog.explain(error)
+        if explained is not error:
+            raise explained from error
+
+
+_NO_RANGE: AbstractContextManager[object] = nullcontext()

@@ -160,12 +160,18 @@ class Watchdog:
         self._thread.join(timeout=2 * INTERVAL_SECONDS)
         self._roster.close()
 
-    def phase(self, name: str, step: int | None = None, *, waits: bool = False) -> Phase:
+    def phase(
+        self, name: str, step: int | None = None, *, waits: bool = False, explains: bool = False
+    ) -> Phase:
         """Marks a phase of this rank's own work: ``with watchdog.phase("forward", step=41):``.
 
         It has no time limit while no other rank waits for this one and some rank makes progress; see `moved`.
+
+        Args:
+            waits: True for a wait; see `wait`.
+            explains: Replaces communication errors in the block by those of `explain`, as a wait does.
         """
-        return Phase(self, self._at(name, step, waits))
+        return Phase(self, self._at(name, step, waits), explains)
 
     def wait(self, name: str, step: int | None = None) -> Phase:
         """Marks a wait for other ranks, limited by ``timeout_seconds``.

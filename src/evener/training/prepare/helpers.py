@@ -96,7 +96,7 @@ def gather(tree: T) -> T:
         return gathered(leaf, current_batch.batch.shares, place)
 
     check_marks([row[0] for row in place.exchange("evener.gather", current_batch.agreed)])
-    with place.session.watchdog.explained(), place.session.watchdog.phase("evener.gather"), waiting():
+    with place.session.watchdog.phase("evener.gather", explains=True), waiting():
         found: T = map_leaves(of_all, tree)
     return found
 

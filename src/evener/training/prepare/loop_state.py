@@ -179,7 +179,7 @@ class LoopState:
         strangers, self.strangers = self.strangers, 0
         own = float(WAITS.index(what)), float(self.steps), float(strangers)
         row = [*own, *values, *[0.0] * (_WIDTH - len(values))]
-        with watchdog.explained(), watchdog.phase(what, step=self.steps), waiting():
+        with watchdog.phase(what, step=self.steps, explains=True), waiting():
             rows = self._control.exchange(row).wait()
         check_exchange(rows, what)
         return [row[3:] for row in rows]
@@ -266,7 +266,7 @@ class LoopState:
     def _meeting(self, what: str) -> Iterator[None]:
         """Context for what all ranks do together, but no loss of a batch."""
         self.exchange(what)
-        with self.session.watchdog.explained(), self.session.watchdog.phase(what), waiting():
+        with self.session.watchdog.phase(what, explains=True), waiting():
             yield
 
     def look_for_changes(self) -> None:
@@ -372,7 +372,7 @@ class LoopState:
     def summing(self) -> Iterator[None]:
         """Context in which ranks wait for each other's gradients."""
         watchdog = self.session.watchdog
-        with watchdog.explained(), watchdog.phase("the sum of gradients", step=self.steps), waiting():
+        with watchdog.phase("the sum of gradients", step=self.steps, explains=True), waiting():
             yield
 
     @property

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -28,7 +29,7 @@ from evener.distributed.control_channel import Pending
 from evener.distributed.mesh import DIVIDING_TERMS, Mesh
 from evener.distributed.session import Session
 from evener.hardware.async_read import read
-from evener.hardware.memory.step_usage import MemoryUse
+from evener.hardware.memory.step_usage import NOTHING, MemoryUse
 from evener.hardware.timers import waiting
 from evener.training.step.step import (
     AllRankStats,
@@ -54,7 +55,7 @@ class Exchange(Protocol):
         """Starts to send ``values`` to all ranks. All ranks must call this together, with equally many values."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class GatheredStep:
     """Numbers of all ranks about a step, as each rank knows them."""
 
@@ -160,6 +161,34 @@ class ByRows:
                 dist.all_gather(list(rows.unbind()), row, group=self._mesh.world)
         found, contributors = read(rows), self._mesh.data.contributors
         return lambda: Results.from_rows(_in_threes(found.values()), contributors)
+
+
+class Alone(ByRows):
+    """What the only rank of a run tells itself: its own numbers, without a message."""
+
+    _sent, _columns = NOTHING, list(zip(NOTHING.row(), strict=True))
+
+    def start(self, step: int, signal: RankStats, memory: MemoryUse, measured: Step | None) -> Hearing:
+        if memory is not self._sent:  # on a CPU it is read in one of several steps
+            self._sent, self._columns = memory, list(zip(memory.row(), strict=True))
+        return partial(self._own, signal, self._columns)
+
+    def _own(self, signal: RankStats, memory: Columns) -> GatheredStep:
+        rows = AllRankStats._make(zip(signal, strict=True))
+        if self._exact or not math.isfinite(signal.total + signal.soundness):
+            return self._heard(rows, memory)
+        heard = GatheredStep(
+            signal.next_count,
+            signal.skipped,
+            signal.wish,
+            bool(signal.buffers_changed),
+            (signal.missing,),
+            (signal.division,),
+            Results(signal.total),
+            bool(signal.differing),
+        )
+        heard.rows, heard.memory = rows, memory
+        return heard
 
 
 class BySums:
@@ -303,7 +332,7 @@ def way_to_tell(
         exact: Whether sums must have the same bits on any division of the samples, for which rows are needed.
     """
     if session.world is None or not adds_up(session, exact):
-        yield ByRows(control, mesh, exact)
+        yield (ByRows if session.world_size > 1 else Alone)(control, mesh, exact)
         return
     with session.watchdog.wait("start of the sums over all ranks"):
         sums = Levels(session.world, session.timeout_seconds, session.watchdog)

@@ -150,55 +150,56 @@ class RankTimes:
 class Step:
     """A step that was taken. Reading its loss waits until all ranks have sent their parts."""
 
+    count = 0.0
+    """Divisor of the total."""
+    terms = 0.0
+    """Number of terms of the global batch."""
+    changes: tuple[str, ...] = ()
+    """Differences of this rank's set of trained parameters from that at the start."""
+    skipped = 0
+    merge_spread: tuple[float, ...] = ()
+    merge_ranks: tuple[tuple[int, ...], ...] = ()
+    merge_bytes = 0
+    asked_to_stop = 0
+    """The number of the signal for which the step was ended early, on all ranks; 0 for none."""
+    merges: tuple[tuple[tuple[int, int, int, int], ...], ...] = ()
+    wasted = 0
+    seconds = 0.0
+    lr = 0.0
+    penalty: Readout = _NONE
+    penalty_soundness: Readout = _NONE
+    """Not finite if the gradient of the penalty is not."""
+    results: Callable[[], Results] | None = None
+    """Returns the results of the step. None until they are on their way."""
+    left_out = False
+    """True if all ranks have skipped its update, because a number was not finite."""
+    only_work = True
+    """True if this rank only worked in that time: it has not compiled, and not repeated the step."""
+    speeds: SpeedReport | None = None
+    """Sum of all ranks' speed reports, if each rank knows only its own times."""
+    lines: Sequence[Sequence[float]] = ()
+    """Lines of all ranks' speed models, if they were asked for."""
+    compute_seconds: tuple[float, ...] = ()
+    """Compute seconds of each rank, like the next three; empty if each rank knows only its own."""
+    wait_seconds: tuple[float, ...] = ()
+    forward_seconds: tuple[float, ...] = ()
+    input_seconds: tuple[float, ...] = ()
+    memory_columns: Columns = ()
+    """Memory use of each rank's device, since the previous step."""
+    retries: tuple[int, ...] = ()
+    """For each rank, how often it repeated the step after running out of memory."""
+    pieces: tuple[int, ...] = ()
+    """For each rank, the most samples of a pass that fit its memory, 0 if unknown; empty if unknown for all."""
+    graphs: tuple[int, ...] = ()
+    """For each rank, the number of graphs compiled so far; empty if nothing is compiled."""
+
     def __init__(
         self, batch: Batch, number: int, settle: Callable[[], object], names: Sequence[str] = ()
     ) -> None:
         self._settle, self._names = settle, names
         self.batch = batch
         self.number = number
-        self.count = 0.0
-        """Divisor of the total."""
-        self.terms = 0.0
-        """Number of terms of the global batch."""
-        self.changes: tuple[str, ...] = ()
-        """Differences of this rank's set of trained parameters from that at the start."""
-        self.skipped = 0
-        self.merge_spread: tuple[float, ...] = ()
-        self.merge_ranks: tuple[tuple[int, ...], ...] = ()
-        self.merge_bytes = 0
-        self.asked_to_stop = 0
-        """The number of the signal for which the step was ended early, on all ranks; 0 for none."""
-        self.merges: tuple[tuple[tuple[int, int, int, int], ...], ...] = ()
-        self.wasted = 0
-        self.seconds = 0.0
-        self.lr = 0.0
-        self.penalty: Readout = _NONE
-        self.penalty_soundness: Readout = _NONE
-        """Not finite if the gradient of the penalty is not."""
-        self.results: Callable[[], Results] | None = None
-        """Returns the results of the step. None until they are on their way."""
-        self.left_out = False
-        """True if all ranks have skipped its update, because a number was not finite."""
         self.own_seconds = RankTimes()
-        self.only_work = True
-        """True if this rank only worked in that time: it has not compiled, and not repeated the step."""
-        self.speeds: SpeedReport | None = None
-        """Sum of all ranks' speed reports, if each rank knows only its own times."""
-        self.lines: Sequence[Sequence[float]] = ()
-        """Lines of all ranks' speed models, if they were asked for."""
-        self.compute_seconds: tuple[float, ...] = ()
-        """Compute seconds of each rank, like the next three; empty if each rank knows only its own."""
-        self.wait_seconds: tuple[float, ...] = ()
-        self.forward_seconds: tuple[float, ...] = ()
-        self.input_seconds: tuple[float, ...] = ()
-        self.memory_columns: Columns = ()
-        """Memory use of each rank's device, since the previous step."""
-        self.retries: tuple[int, ...] = ()
-        """For each rank, how often it repeated the step after running out of memory."""
-        self.pieces: tuple[int, ...] = ()
-        """For each rank, the most samples of a pass that fit its memory, 0 if unknown; empty if unknown for all."""
-        self.graphs: tuple[int, ...] = ()
-        """For each rank, the number of graphs compiled so far; empty if nothing is compiled."""
 
     @property
     def total(self) -> float:

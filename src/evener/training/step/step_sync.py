@@ -20,11 +20,11 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import astuple
 from itertools import chain
 
 import torch
-from torch import Tensor
 
 from evener.balance.base import shares_in_words
 from evener.components.compile import Graphs
@@ -40,6 +40,7 @@ from evener.hardware.memory.step_usage import NOTHING
 from evener.hardware.timers import waiting
 from evener.strategies.interfaces import StepOutcome
 from evener.training.step.exchange import ByRows, Exchange, GatheredStep, Hearing, Telling
+from evener.training.step.late_results import results_alone, row_on_device
 from evener.training.step.step import RankStats, RankTimes, Results, Step
 
 Observe = Callable[[Step], None]
@@ -75,6 +76,7 @@ class StepSync:
         exact: bool = False,
     ) -> None:
         self.control, self._mesh, self._loss, self._observe = control, mesh, loss, observe
+        self._alone = mesh.layout.world_size == 1
         self._device, self._late = device, is_late(device) and not (prompt or exact)
         self._added: Added = total_and_rest if exact else plain_total
         self._counts: dict[tuple[int, int], float] = {}
@@ -101,7 +103,7 @@ class StepSync:
     def divisor(self, step: Step, loss_scale: float = 1.0) -> float:
         """Returns the divisor for the sum of all terms, with which they get the scale of the loss. All ranks need it
         before backward, and call this together."""
-        with waiting():
+        with nullcontext() if self._alone else waiting():
             self.settle()
             place = (step.batch.epoch, step.batch.index)
             if place not in self._counts:
@@ -141,11 +143,12 @@ class StepSync:
             step.terms, step.count = outcome.terms, self._loss().divisor(outcome.terms)
         step.merge_spread, step.wasted = outcome.merge_spread, outcome.wasted
         step.merge_ranks, step.merge_bytes = outcome.merge_ranks, outcome.merge_bytes
-        step.merges = tuple(tuple(astuple(each) for each in held) for held in outcome.merges)
+        if outcome.merges:
+            step.merges = tuple(tuple(astuple(each) for each in held) for held in outcome.merges)
         total = soundness = unsound = 0.0
         rests: list[float] = []
         if self._late:
-            step.results = self._telling.results(self._on_device(outcome))
+            step.results = self._late_results(outcome)
             measured, times = self._before, self._times()
             self._unmeasured = outcome.compute_seconds, elapsed, outcome.forward_seconds
         else:
@@ -160,7 +163,7 @@ class StepSync:
         count, *count_rest = self._added(_values(next_count))
         counts = (count, outcome.missing_code, float(outcome.buffers_changed), read_seconds)
         asked = (self.wish, len(step.batch.skipped), outcome.retries, outcome.piece, graphs, differing)
-        code = _code_of(step.batch, upcoming, outcome.changes)
+        code = 0.0 if self._alone else _code_of(step.batch, upcoming, outcome.changes)
         row = RankStats(*counts, total, soundness, unsound, *times, *asked, code, *count_rest, *rests)
         step.changes = outcome.changes
         step.batch = outcome.batch or step.batch.without_samples()  # reported while later ones are computed
@@ -180,15 +183,11 @@ class StepSync:
         compute, elapsed, forward = (each.value() for each in self._unmeasured)
         return compute, max(0.0, elapsed - compute), forward
 
-    def _on_device(self, outcome: StepOutcome) -> Tensor:
-        """Returns total, soundness and parameter index in one tensor on the device."""
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        own = [self._each(numbers) for numbers in (outcome.totals, outcome.soundness, outcome.unsound)]
-        added = [sum(numbers, start=zero) for numbers in own[:2]]
-        return torch.stack([*added, torch.stack([zero, *own[2]]).amax()])
-
-    def _each(self, numbers: Iterable[Readout]) -> list[Tensor]:
-        return [number.tensor.double().reshape(()).to(self._device, non_blocking=True) for number in numbers]
+    def _late_results(self, outcome: StepOutcome) -> Callable[[], Results]:
+        """Starts to send the results of a step from device to device, and to the host."""
+        if self._alone:
+            return results_alone(outcome, self._device)
+        return self._telling.results(row_on_device(outcome, self._device))
 
     def _missing_everywhere(self, outcome: StepOutcome, heard: GatheredStep | None) -> Iterable[str]:
         """Returns the parameters without a gradient on all ranks that hold them."""

@@ -1,0 +1,73 @@
+"""Whether gradients are finite, on a device that runs behind the host: asked in one launch, and read with the losses.
+
+The device computes the largest element of each gradient. What is made of these numbers depends on who reads them. A
+rank alone copies them to the host with the loss and looks there, a step later; ranks that tell each other reduce them
+first, on the device, to one number and the place of a gradient that is not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from evener.hardware.async_read import read
+from evener.torch_internals.optimizers import largest
+
+
+class LateNorms:
+    """The largest elements of gradients on one device. As a readout it is a number that is finite if all of them are.
+
+    Args:
+        found: The gradients, or their values; none is empty.
+        places: The positions of their parameters among all, counted from 1.
+    """
+
+    def __init__(self, found: Sequence[Tensor], places: Sequence[float]) -> None:
+        self.norms, self.places = largest(found), places
+
+    @cached_property
+    def stacked(self) -> Tensor:
+        """All of them in one tensor."""
+        return torch.stack(self.norms)
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        """Their sum in float64."""
+        return self.stacked.sum(dtype=torch.float64)
+
+    def value(self) -> float:
+        return read(self.tensor).value()
+
+    def values(self) -> list[float]:
+        return [self.value()]
+
+
+class LatePlace:
+    """The position of the last parameter whose gradient is not finite, 0 if all are: a readout.
+
+    Args:
+        places_on: Returns positions as a tensor on a device.
+    """
+
+    def __init__(
+        self, norms: LateNorms, places_on: Callable[[torch.device, Sequence[float]], Tensor]
+    ) -> None:
+        self.norms, self._places_on = norms, places_on
+
+    @property
+    def places(self) -> Tensor:
+        """The positions on the device, in the order of the norms, in float64."""
+        return self._places_on(self.norms.norms[0].device, self.norms.places)
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        return (self.places * self.norms.stacked.isfinite().logical_not()).amax()
+
+    def value(self) -> float:
+        return read(self.tensor).value()
+
+    def values(self) -> list[float]:
+        return [self.value()]
