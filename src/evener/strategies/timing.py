@@ -40,6 +40,14 @@ class WorkTimer:
         self._step = 0
         self._slept = 0.0
         self._elapsed: Readout = ReadyValue(0.0)
+        self.begin_forward = stopwatch.begin_forward
+        """Marks the begin of a forward pass."""
+        self.end_forward = stopwatch.end_forward
+        """Marks the end of a forward pass."""
+        self.taken = stopwatch.taken
+        """Returns the seconds of work in the last step, with emulated delay and without waiting."""
+        self.forward = stopwatch.forward
+        """Returns the seconds of the forward passes of the last step, a part of `taken`."""
 
     def step(self, number: int) -> Self:
         """Returns a context for the rank's part of step ``number``."""
@@ -66,22 +74,6 @@ class WorkTimer:
             self._sleep(more)
             self._slept += more
             self._stopwatch.mark()
-
-    def taken(self) -> Readout:
-        """Returns the seconds of work in the last step, with emulated delay and without waiting."""
-        return self._stopwatch.taken()
-
-    def begin_forward(self) -> None:
-        """Marks the begin of a forward pass."""
-        self._stopwatch.begin_forward()
-
-    def end_forward(self) -> None:
-        """Marks the end of a forward pass."""
-        self._stopwatch.end_forward()
-
-    def forward(self) -> Readout:
-        """Returns the seconds of the forward passes of the last step, a part of `taken`."""
-        return self._stopwatch.forward()
 
     def elapsed(self) -> Readout:
         """Returns the seconds of the rank's whole part of the last step, waiting included."""

@@ -112,6 +112,7 @@ class Engine:
             self._owned = undo.pop_all()
         self.times = RankTimes()
         self._at_hand = ManualBatch(self.learner, self._by_hand.work_timer)
+        self._is_by_hand = True  # whether the user's own loop took the last step itself
         self._current: Batch | None = None
         self._upcoming: Batch | None = None
 
@@ -165,10 +166,10 @@ class Engine:
                 upcoming = None if self.steps_done + 1 == self.feed.last_step else self._next(loader)
                 self._upcoming, self._current = upcoming, batch
                 taken = self.steps_done
-                with self._at_hand.around(batch, taken):
+                with self._at_hand.around(batch, taken, self._is_by_hand or bool(self.config.throttle)):
                     yield batch
-                self._current = None
-                if self.steps_done == taken:  # the user's own loop took the step itself
+                self._current, self._is_by_hand = None, self.steps_done == taken
+                if self._is_by_hand:  # the user's own loop took the step itself
                     self._took_by_hand(batch)
                 batch = upcoming
             self.step_sync.finish()
@@ -275,7 +276,7 @@ class Engine:
         """Ends a step that the user's own loop took: the ranks exchange only their times."""
         self._by_hand.check_meets()
         self.settle()
-        own, sync = self._by_hand.over(batch), self.step_sync
+        own, sync = self._by_hand.over(batch, self._at_hand.is_timed), self.step_sync
         self.feed.observe_times(sync.tell_times(Step(batch, self.steps_done, sync.settle), own))
         self.times.compute += 0.0 if math.isnan(own) else own
         self._advance(batch)

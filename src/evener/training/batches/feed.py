@@ -74,6 +74,8 @@ class BatchFeed:
         self._prepared: tuple[tuple[Any, ...], Loader] | None = None
         """The loader that is made but not open yet, after its key: start, steps, and identity of the balancer state."""
         self.balancer: Balancer | None = None
+        self._alone: BySpeedOfMany | None = None
+        """The balancer, if each rank knows only its own times; else None."""
         self.balancer_state: dict[str, Any] = {}
         self.stream_state: StreamState | None = None
         """The state of an iterable dataset at or before the progress that the run resumes from."""
@@ -173,6 +175,7 @@ class BatchFeed:
         bits = self._learner.settings.bits
         data = self._learner.data if adds_up(self._learner.session, bits is not None) else None
         self.balancer = balancer_of(config, reading, drawn_ahead + 1 + self._steps_late, data, bits)
+        self._alone = self.balancer if isinstance(self.balancer, BySpeedOfMany) else None
         if self.balancer_state:
             self.balancer.load_state_dict(self.balancer_state)
         self._prepared = place, loader
@@ -288,11 +291,6 @@ class BatchFeed:
         return [math.nan if compiling or retries else seconds for seconds, compiling, retries in told]
 
     # With many ranks
-
-    @property
-    def _alone(self) -> BySpeedOfMany | None:
-        """The balancer, if each rank knows only its own times; else None."""
-        return self.balancer if isinstance(self.balancer, BySpeedOfMany) else None
 
     def voice(self, step: Step | None) -> SpeedReport | None:
         """Returns this rank's speed report for a step. Returns None if all ranks know all times."""

@@ -117,14 +117,17 @@ class ManualStep:
             )
         return True
 
-    def over(self, batch: Batch) -> float:
+    def over(self, batch: Batch, is_timed: bool) -> float:
         """Ends a step. Returns the seconds of this rank's own work; NaN if unknown.
 
         A collective call with ``batch_norm="local"``: then the ranks share the running statistics of one of them.
+
+        Args:
+            is_timed: Whether the timer has run in this step.
         """
         if self._learner.settings.batch_norm == "local":
             self._learner.synchronizer.share_buffers(self._learner.loose_buffers.tensors(), batch.first_part)
-        return self.work_timer.taken().value() or math.nan
+        return self.work_timer.taken().value() or math.nan if is_timed else math.nan
 
 
 class ManualBatch:
@@ -137,11 +140,19 @@ class ManualBatch:
     def __init__(self, learner: Learner, work_timer: WorkTimer) -> None:
         self._learner, self._work_timer = learner, work_timer
         self._scope: AbstractContextManager[Any] | None = None
+        self.is_timed = False
+        """True if the timer has run since the batch was given."""
 
-    def around(self, batch: Batch, step: int) -> Self:
-        """Opens the scope for the step of ``batch``. Closes the scope of a loop that was abandoned."""
+    def around(self, batch: Batch, step: int, timed: bool) -> Self:
+        """Opens the scope for the step of ``batch``. Closes the scope of a loop that was abandoned.
+
+        Args:
+            timed: Starts the timer, which on a GPU costs two events.
+        """
         self.close()
-        self._work_timer.step(step).__enter__()
+        self.is_timed = timed
+        if timed:
+            self._work_timer.step(step).__enter__()
         micros = batch.micro_batches  # a round of local steps has none, and is taken by engine.step() alone
         self._scope = self._learner.micro_scope(micros[0], step) if micros else nullcontext()
         self._scope.__enter__()
@@ -158,7 +169,8 @@ class ManualBatch:
         scope, self._scope = self._scope, None
         if scope is not None:
             scope.__exit__(None, None, None)
-            self._work_timer.__exit__(None)
+            if self.is_timed:
+                self._work_timer.__exit__(None)
 
 
 def _counts_for_something(batch: Batch | None) -> bool:
