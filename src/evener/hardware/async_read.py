@@ -45,6 +45,11 @@ class ReadyValue:
     def tensor(self) -> Tensor:
         return _tensor(self._numbers)
 
+    @property
+    def is_of_host(self) -> bool:
+        """True for a number that is no tensor."""
+        return not isinstance(self._numbers, Tensor)
+
     def value(self) -> float:
         return float(self._numbers)
 

@@ -62,6 +62,8 @@ class StrategySettings:
     ``grain`` those of each grain."""
     fuses: bool = True
     """True if the task's Adam uses a fused kernel, unless the task has chosen an implementation itself."""
+    lean: bool = False
+    """True if gradients and memory are not watched."""
     update_in_backward: bool = False
     """True if each parameter is updated during backward, as soon as its gradient is complete."""
     clip_norm: float | None = None

@@ -301,7 +301,7 @@ class Learner:
     @cached_property
     def unsound(self) -> gradients.Unsound:
         """Records which of this rank's own gradients are not finite."""
-        return gradients.Unsound(self.names.values())
+        return gradients.Unsound(self.names.values(), not self.settings.lean)
 
     @cached_property
     def all_gradients(self) -> gradients.AllGradients:

@@ -45,6 +45,9 @@ def watching(learner: Learner, account: MemoryTracker | None) -> Iterator[Memory
         yield OfAccount(learner, account)
         return
     device = learner.session.device
+    if learner.settings.lean:
+        yield Unwatched(learner, gauge_of(device))
+        return
     uuid = uuid_of(device) if ranks_per_card() == 1 else ""  # else neighbours are probably ranks
     with neighbours_on(uuid, find_nvml() if uuid else None) as neighbours:
         yield Read(learner, gauge_of(device), neighbours)
@@ -154,6 +157,16 @@ class Read:
             return news
         self._pid = largest.pid
         return news._replace(others=others, pid=largest.pid, free=use.free)
+
+
+class Unwatched(Read):
+    """Reads no memory in a step. What the allocator keeps is still given back when memory runs out."""
+
+    def begin(self, batch: Batch) -> None:
+        pass
+
+    def end(self, batch: Batch) -> MemoryUse:
+        return NOTHING
 
 
 class OfAccount:

@@ -178,6 +178,7 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Strat
         optimizer_state=config.optimizer_state,
         batch_norm=config.batch_norm,
         fuses=config.fused_optimizer == "auto",
+        lean=config.lean,
         update_in_backward=config.update_in_backward,
         audit=config.audit,
         clip_norm=config.clip_norm,

@@ -122,6 +122,7 @@ class RunReport:
             limits.description if limits else "",
             engine.recomputing.description,
             learner.offloaded.description,
+            "lean: gradients and memory are not watched" if learner.settings.lean else "",
             about["optimizer"],
             about["optimizer_state"],
             about["merging"],

@@ -67,15 +67,14 @@ def of_plain_loop(model: Callable[[], nn.Module]) -> list[str]:
     return launches.names
 
 
-def of_engine(model: Callable[[], nn.Module], strategy: str) -> list[str]:
+def of_engine(model: Callable[[], nn.Module], strategy: str, **settings: Any) -> list[str]:
     device, ranks = StandIn(), 1 if strategy == "single" else 2
     task = Task(model=model, loss=nn.CrossEntropyLoss(), optimizer=sgd, train=DATA)
-    settings: dict[str, Any] = {} if ranks == 1 else {"allreduce": "native"}
+    settings |= {"strategy": strategy, "batch_size": BATCH_SIZE, "steps": STEPS}
+    settings |= {} if ranks == 1 else {"allreduce": "native"}
     with (
         device.session(world_size=ranks) as session,
-        Engine(
-            task, session=session, batch_size=BATCH_SIZE, steps=STEPS, strategy=strategy, **settings
-        ) as engine,
+        Engine(task, session=session, **settings) as engine,
     ):
         batches = engine.batches()
         for _ in range(STEPS):
@@ -98,3 +97,10 @@ def test_a_step_has_few_launches_besides_a_plain_loops(strategy: str) -> None:
         more.append(len(ours) - copies - len(plain))
     assert more[0] <= MOST[strategy], ours
     assert more[0] == more[1], "it depends on the number of parameters"
+
+
+def test_a_lean_step_looks_at_no_gradient() -> None:
+    model = partial(mlp, 3)
+    usual, lean = of_engine(model, "single"), of_engine(model, "single", lean=True)
+    assert sorted(set(usual) - set(lean)) == ["aten._foreach_norm"]
+    assert len(lean) == len(of_plain_loop(model)) + 1, "the loss is copied to the host"

@@ -83,6 +83,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "check_replicas": "compare the ranks' state every N steps; 0: never",
         "on_replica_mismatch": "where ranks differ, take the state of majority or rank0",
         "recover": "after a death: memory of others, or file",
+        "lean": "watch no gradients and no memory, for the last per cent",
     },
 }
 

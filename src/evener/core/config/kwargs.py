@@ -64,6 +64,7 @@ class Settings(LoopSettings, total=False):
     offload_to: str | Path | None
     optimizer_state: str | None
     fused_optimizer: str
+    lean: bool
     update_in_backward: bool
     evaluate_every: int
     run_dir: str | Path | None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import field
+from pathlib import Path
 from typing import Any
+
+from evener.core.elsewhere import shown
 
 
 def option(
@@ -20,3 +23,12 @@ def option(
     """
     known = {"help": help, "metavar": metavar, "choices": choices, "without_value": without_value}
     return field(default=default, metadata=known)
+
+
+def as_json(value: Any) -> Any:
+    """Returns the value of a setting in a type that JSON can hold; a strategy by its words."""
+    if isinstance(value, tuple):
+        return [as_json(item) for item in value]
+    if isinstance(value, Path):
+        return shown(value)
+    return value if value is None or isinstance(value, str | int | float) else str(value)

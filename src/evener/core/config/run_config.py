@@ -15,7 +15,7 @@ from evener.core.config import choices
 from evener.core.config.exact_bits import check_exact_bits
 from evener.core.config.intervals import Interval
 from evener.core.config.offload import Offload
-from evener.core.config.option import option
+from evener.core.config.option import as_json, option
 from evener.core.config.process_range import processes_of
 from evener.core.config.strategy_names import STRATEGIES
 from evener.core.config.validation import (
@@ -24,6 +24,7 @@ from evener.core.config.validation import (
     check_best,
     check_compile,
     check_device,
+    check_lean,
     check_metrics_file,
     check_non_finite,
     check_offload,
@@ -36,7 +37,6 @@ from evener.core.config.validation import (
     one_of,
     positive,
 )
-from evener.core.elsewhere import shown
 from evener.errors import ConfigurationError
 
 AUTO = "auto"
@@ -235,6 +235,9 @@ class RunConfig:
         "nothing else; no: as PyTorch chooses by itself",
         choices=choices.FUSED_OPTIMIZER,
     )
+    lean: bool = option(
+        False, "watch no gradients and no memory: what is not finite is found by the loss, a step later"
+    )
     update_in_backward: bool = option(
         False,
         "update each parameter as soon as backward has its gradient, and free the gradient (less memory; the "
@@ -362,6 +365,7 @@ class RunConfig:
         check_device(self.device)
         check_on_replica_mismatch(self.on_replica_mismatch, self.check_replicas)
         check_non_finite(self.non_finite, self.compress)
+        check_lean(self.lean, self.non_finite, self.precision, self.exact)
         if self.weights is not None and self.resume is not None and str(self.resume) != AUTO:
             raise ConfigurationError(
                 "weights and resume exclude each other: a run that goes on has the weights of its checkpoint"
@@ -383,12 +387,4 @@ class RunConfig:
     def as_dict(self) -> dict[str, Any]:
         """Returns the values by name, in types that JSON can hold."""
         found = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
-        return {name: _as_json(value) for name, value in found.items()}
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_as_json(item) for item in value]
-    if isinstance(value, Path):
-        return shown(value)
-    return str(value) if isinstance(value, Recipe) else value
+        return {name: as_json(value) for name, value in found.items()}

@@ -208,3 +208,16 @@ def check_non_finite(non_finite: str, compress: str | None) -> None:
             f"compress {compress!r} sends in later steps what it could not send in a step, and after one that "
             f"is not finite never sends a number again: non_finite={non_finite} goes with none, fp16 or bf16"
         )
+
+
+def check_lean(lean: bool, non_finite: str, precision: str | None, exact: str) -> None:
+    """Raises ConfigurationError if a lean run is to decide by gradients, at which it does not look."""
+    asked = {
+        f"non_finite={non_finite}": non_finite != "stop",
+        f"precision={precision}": precision in ("fp16", "fp16-true"),
+        f"exact={exact}": exact != "sums",
+    }
+    for what in (what for what, is_asked in asked.items() if lean and is_asked):
+        raise ConfigurationError(
+            f"lean looks at no gradient, and {what} decides by them whether a step counts: leave one of them out"
+        )

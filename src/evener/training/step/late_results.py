@@ -61,12 +61,19 @@ def row_on_device(outcome: StepOutcome, device: torch.device) -> Tensor:
 def _sorted(outcome: StepOutcome) -> tuple[list[LateNorms], list[Readout], list[Readout]]:
     """Returns the looks at several gradients each, and other numbers of soundness and places, which are of no look."""
     looks = [each for each in outcome.soundness if isinstance(each, LateNorms)]
-    others = [each for each in outcome.soundness if not isinstance(each, LateNorms)]
+    others = [
+        each for each in outcome.soundness if not (isinstance(each, LateNorms) or _is_known_sound(each))
+    ]
     known = set(map(id, looks))
     places = [
         each for each in outcome.unsound if not (isinstance(each, LatePlace) and id(each.norms) in known)
     ]
     return looks, others, places
+
+
+def _is_known_sound(number: Readout) -> bool:
+    """Returns True for a finite number of the host, which needs no copy to the device to say so."""
+    return isinstance(number, ReadyValue) and number.is_of_host and math.isfinite(number.value())
 
 
 def _together(groups: Sequence[list[Tensor]], device: torch.device) -> Tensor:

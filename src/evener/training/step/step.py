@@ -242,6 +242,11 @@ class Step:
         """Returns a column in bytes."""
         return tuple(map(int, self.memory_columns[place])) if self.memory_columns else ()
 
+    def _known_memory(self, place: int) -> tuple[int, ...]:
+        """Returns a column in bytes, or nothing if no rank has read it."""
+        found = self._memory(place)
+        return found if any(found) else ()
+
     def _memory_parts(self) -> dict[str, tuple[int, ...]]:
         columns = zip(CATEGORIES, self.memory_columns[_PARTS:], strict=False)  # news are in later columns
         return {name: tuple(map(int, column)) for name, column in columns if any(column)}
@@ -298,9 +303,9 @@ class Step:
             input_seconds=self.input_seconds,
             graphs=self.graphs,
             pieces=self.pieces,
-            memory_held=self._memory(_HELD),
-            memory_peak=self._memory(_PEAK),
-            memory_reserved=self._memory(_RESERVED) if any(self._memory(_RESERVED)) else (),
+            memory_held=self._memory(_HELD) if any(self._memory(_PEAK)) else (),
+            memory_peak=self._known_memory(_PEAK),
+            memory_reserved=self._known_memory(_RESERVED),
             memory_parts=self._memory_parts(),
         )
 
