@@ -124,8 +124,8 @@ class WatchServer(ThreadingHTTPServer):
         return f"http://{ADDRESS}:{self.server_port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing of a viewer that has gone."""
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+        """Says nothing of a viewer that has gone, or of one that asked while the server was being closed."""
+        if not isinstance(sys.exception(), OSError) and self.fileno() >= 0:
             super().handle_error(request, client_address)
 
 
