@@ -33,4 +33,4 @@ class LooseBuffers:
 
     def versions(self) -> list[tuple[int, int]]:
         """Returns numbers that differ after a forward pass that wrote to a loose buffer."""
-        return [(id(buffer), version(buffer)) for buffer in self.tensors()]
+        return [(id(buffer), version(buffer)) for buffer in self.tensors()] if self._named else []

@@ -63,6 +63,8 @@ class TrainableParameters:
     @property
     def changes(self) -> tuple[str, ...]:
         """The differences from the start, one text for each parameter. They must be the same on all ranks."""
+        if not (self.frozen or self.thawed):
+            return ()
         return (
             *(f"{self._names[p]} is frozen" for p in self.frozen),
             *(f"{self._names[p]} is thawed" for p in self.thawed),

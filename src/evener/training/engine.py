@@ -162,10 +162,10 @@ class Engine:
         with self.feed.open(self.progress) as loader:
             batch = self._next(loader)
             while batch is not None and not self._reached_last_step():
-                self.profiler.begin(self.steps_done)
-                upcoming = None if self.steps_done + 1 == self.feed.last_step else self._next(loader)
-                self._upcoming, self._current = upcoming, batch
                 taken = self.steps_done
+                self.profiler.begin(taken)
+                upcoming = None if taken + 1 == self.feed.last_step else self._next(loader)
+                self._upcoming, self._current = upcoming, batch
                 with self._at_hand.around(batch, taken, self._is_by_hand or bool(self.config.throttle)):
                     yield batch
                 self._current, self._is_by_hand = None, self.steps_done == taken
@@ -231,12 +231,12 @@ class Engine:
     def _advance(self, batch: Batch) -> None:
         if not self.learner.left_out:
             self.learner.average.updated()
-        self.progress.advance(batch)
+        (progress := self.progress).advance(batch)
         of = f" of {self.total_steps}" if self.total_steps else ""
-        self.session.watchdog.progress(f"step {self.steps_done}{of}, epoch {batch.epoch + 1}")
+        self.session.watchdog.progress(f"step {progress.steps}{of}, epoch {batch.epoch + 1}")
         if self.scheduler and (not self.learner.stepper.updates if self._by_step else batch.last):
             self.scheduler.step()
-        self._replicas.after(self.steps_done, self.settle)
+        self._replicas.after(progress.steps, self.settle)
 
     def tell(self) -> None:
         """Tells the observers of finished steps whose results are known and of new events, each once."""

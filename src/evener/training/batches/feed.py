@@ -313,6 +313,8 @@ class BatchFeed:
     def new_events(self) -> Sequence[Decision | MemoryRecord | Note]:
         """Returns changes of shares and of piece sizes since the last call and, once, why shares are not equal."""
         decisions = self.balancer.decisions if self.balancer else ()
+        if len(decisions) == self._told and not self._events:
+            return ()
         new: list[Decision | MemoryRecord | Note] = [*decisions[self._told :], *self._events]
         self._told = len(decisions)
         self._events.clear()
