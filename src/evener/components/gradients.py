@@ -127,6 +127,10 @@ class Unsound:
         place = int(max(found, default=0.0))
         return list(self._places)[place - 1] if place else None
 
+    def places_of(self, names: Iterable[str]) -> list[float]:
+        """Returns the positions of parameters among all, counted from 1."""
+        return [self._places[name] for name in names]
+
     def check_gradients(self, gradients: Named) -> Readout:
         """Checks each of ``gradients``. Returns a number that is finite if all of them are."""
         return self.of_these([gradient for _, gradient in gradients()], gradients)
@@ -160,13 +164,15 @@ class Unsound:
 
     def of_late(self, found: Sequence[Tensor], places: Sequence[float]) -> Readout:
         """Checks gradients on a device that runs behind the host, in one launch; see :class:`LateNorms`."""
+        if not self.looks:
+            return ReadyValue(0.0)
         norms = LateNorms(found, places)
         self.found.append(LatePlace(norms, self._places_on))
         return norms
 
     def _of_late(self, gradients: Sequence[tuple[str, Tensor]]) -> Readout:
         found = [numbers_of(gradient) for _, gradient in gradients]
-        return self.of_late(found, [self._places[name] for name, _ in gradients])
+        return self.of_late(found, self.places_of(name for name, _ in gradients))
 
     def _places_on(self, device: torch.device, places: Sequence[float]) -> Tensor:
         """Returns the positions of parameters as a tensor. Built on the device once, because a copy to it would make

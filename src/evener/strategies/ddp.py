@@ -25,7 +25,7 @@ import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,9 @@ from evener.collectives.ddp.buckets import bucket_nbytes
 from evener.collectives.ddp.hook import hook, power_sgd_hook, power_sgd_state
 from evener.collectives.registry import make
 from evener.components.exact_sum.gradients import ExactGradients
+from evener.components.gradients import numbers_of
 from evener.distributed.mesh import AXES, DIVIDING_TERMS, Layout, Mesh
-from evener.hardware.async_read import Readout, ReadyValue
+from evener.hardware.async_read import Readout, ReadyValue, is_late
 from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import waiting
 from evener.strategies.after_backward import PostBackwardSum, summing_afterwards
@@ -221,6 +222,15 @@ def _send(learner: Learner, group: dist.ProcessGroup, all_reduce: AllReduce) -> 
     return partial(hook, all_reduce)
 
 
+class _BucketViews(NamedTuple):
+    """The gradients of a bucket, as views of its memory."""
+
+    memory: tuple[int, int, torch.dtype]
+    """Where the bucket is, its elements, and their type."""
+    gradients: list[Tensor]
+    places: list[float]
+
+
 class DdpCommHook:
     """DDP's communication hook: sums each bucket over the ranks. The time this takes is not counted as the rank's own
     work.
@@ -232,6 +242,8 @@ class DdpCommHook:
 
     def __init__(self, send: Send, learner: Learner, all_reduce: AllReduce) -> None:
         self._send, self._learner, self._all_reduce = send, learner, all_reduce
+        self._views: dict[int, _BucketViews] = {}
+        """For each bucket the views of its gradients, on a device that runs behind the host."""
         self.begin()
 
     def begin(self) -> None:
@@ -244,12 +256,29 @@ class DdpCommHook:
         exact = self._learner.exact
         flat = bucket.buffer() if exact is None else self._all_blocks(bucket, exact)
         # Check this rank's own gradients before they are summed with those of others.
-        self.soundness.append(self._learner.unsound.of_flat(flat, partial(self._named, bucket, exact)))
+        self.soundness.append(self._look(bucket, flat, exact))
         if self.saw_last_bucket:
             self._learner.work_timer.work_done()
             self._learner.has_drawn()
         with waiting(), named_range("all_reduce bucket", bucket.index()):
             return self._send(bucket) if exact is None else self._send_exact(bucket, flat, exact)
+
+    def _look(self, bucket: GradBucket, flat: Tensor, exact: ExactGradients | None) -> Readout:
+        unsound = self._learner.unsound
+        if exact is not None or flat.is_sparse or not is_late(flat.device):
+            return unsound.of_flat(flat, partial(self._named, bucket, exact))
+        known, memory = self._views.get(bucket.index()), (flat.data_ptr(), flat.numel(), flat.dtype)
+        if known is not None and known.memory == memory and known.places:
+            return unsound.of_late(known.gradients, known.places)
+        named = [(name, each) for name, each in self._named(bucket, None) if each.numel()]
+        numbers, places = (
+            [numbers_of(each) for _, each in named],
+            unsound.places_of(name for name, _ in named),
+        )
+        # DDP makes its buckets anew after the first step: views of the first ones would keep their memory.
+        stays = known is not None and known.memory == memory
+        self._views[bucket.index()] = _BucketViews(memory, *((numbers, places) if stays else ([], [])))
+        return unsound.of_late(numbers, places) if places else ReadyValue(0.0)
 
     def _all_blocks(self, bucket: GradBucket, exact: ExactGradients) -> Tensor:
         """Returns the sums of all blocks of this rank, with their counts, which are infinite if a number is not

@@ -6,6 +6,7 @@ import gc
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -305,10 +306,20 @@ def brittle(bad: int | None) -> Task:
     )
 
 
+@contextmanager
+def told_late(late: bool) -> Iterator[None]:
+    """If ``late``, the numbers of a CPU are told as those of a device that runs behind the host."""
+    rooms = "training.step.step_sync", "strategies.ddp", "components.gradients"
+    with ExitStack() as stack:
+        for room in rooms:
+            stack.enter_context(mock.patch(f"evener.{room}.is_late", return_value=late))
+        yield
+
+
 def train(late: bool) -> tuple[list[float], list[tuple[int, float]], float]:
     """Losses as rank 0 asks for them, what observers are told, and the sum of the weights."""
     told, losses = Remembering(), []
-    with mock.patch("evener.training.step.step_sync.is_late", return_value=late):
+    with told_late(late):
         engine = Engine(brittle(None), strategy="ddp", device="cpu", dtype="float64", observers=[told])
         with engine:
             for at in engine.batches():
@@ -329,7 +340,7 @@ def test_a_late_device_trains_and_tells_the_same(ranks: Any) -> None:
 def told_in_order(late: bool) -> list[str]:
     """What observers hear of a run with an evaluation at the end of each epoch, in short."""
     told, task = Remembering(), brittle(None)
-    with mock.patch("evener.training.step.step_sync.is_late", return_value=late):
+    with told_late(late):
         engine = Engine(replace(task, evaluate=task.train), strategy="ddp", device="cpu", observers=[told])
         with engine:
             for at in engine.batches():
@@ -345,11 +356,13 @@ def test_an_evaluation_is_told_after_the_steps_before_it(ranks: Any) -> None:
     assert late[:6] == [*(f"step {number}" for number in range(5)), "evaluation 5"]
 
 
-def stopped(late: bool, saves: bool, directory: str) -> tuple[str, tuple[int, int] | None, int]:
+def stopped(
+    late: bool, saves: bool, directory: str, strategy: str = "ddp"
+) -> tuple[str, tuple[int, int] | None, int]:
     """What the rank says of a step that went wrong, the step and rank if the bad sample was here, and saves before."""
     where, done = None, 0
-    with mock.patch("evener.training.step.step_sync.is_late", return_value=late):
-        engine = Engine(brittle(13), strategy="ddp", device="cpu")
+    with told_late(late):
+        engine = Engine(brittle(13), strategy=strategy, device="cpu")
         try:
             with engine:
                 for at in engine.batches():
@@ -371,8 +384,16 @@ def test_a_bad_gradient_of_a_late_device_is_found_before_anything_is_saved(
     said = ranks(2).run(stopped, True, saves, str(tmp_path))
     ((step, rank),) = [where for _, where, _ in said if where]
     for message, _, done in said:
-        assert f"a gradient is not finite in step {step} on rank {rank}" in message
+        assert f"a gradient is not finite in step {step} on rank {rank}: that of inner.bias" in message
         assert done == (step if saves else 0)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_one_rank_alone_finds_its_bad_gradient(late: bool, tmp_path: Path) -> None:
+    message, place, done = stopped(late, True, str(tmp_path), "single")
+    assert place is not None
+    assert f"a gradient is not finite in step {place[0]} on rank 0: that of inner.bias" in message
+    assert done == place[0]
 
 
 class Dead(Pending):
