@@ -362,7 +362,7 @@ def stopped(
     """What the rank says of a step that went wrong, the step and rank if the bad sample was here, and saves before."""
     where, done = None, 0
     with told_late(late):
-        engine = Engine(brittle(13), strategy=strategy, device="cpu")
+        engine = Engine(brittle(23), strategy=strategy, device="cpu")
         try:
             with engine:
                 for at in engine.batches():
