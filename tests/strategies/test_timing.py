@@ -72,6 +72,30 @@ def test_a_throttled_rank_sleeps_in_proportion_to_its_work_and_not_to_its_waitin
         assert work_timer.taken().value() == expected
 
 
+def test_a_throttled_rank_comes_late_to_each_wait_within_its_passes(clock: Clock) -> None:
+    """A layer in which ranks meet: each part of the work is stretched by itself, and none twice."""
+    throttle = Throttle.parse("1,0.25", ["7:1:0.5"], 2)
+    work_timer = pace_of(clock, throttle, 1)
+    for step, factor in ((6, 4), (7, 2)):
+        with work_timer.step(step):
+            began = clock.now
+            clock.pass_(2)
+            with waiting():
+                assert clock.now - began == 2 * factor
+                with waiting():
+                    clock.pass_(100)
+            clock.pass_(1)
+            with waiting():
+                assert clock.now - began == 3 * factor + 100
+            work_timer.work_done()
+            assert clock.now - began == 3 * factor + 100
+            clock.pass_(8)
+            with waiting():
+                clock.pass_(2)
+        assert work_timer.taken().value() == 3 * factor
+        assert work_timer.elapsed().value() == 3 * factor + 110
+
+
 def test_work_that_ends_several_times_is_stretched_once(clock: Clock) -> None:
     """Two backward passes in a loop of the user's own."""
     work_timer = pace_of(clock, Throttle((0.5,)))

@@ -47,6 +47,8 @@ class Stopwatch(ABC):
 
     _waits = 0
     """Number of open, nested ``waiting()`` blocks."""
+    before_wait: Callable[[], object] | None = None
+    """Called before the clock is stopped for a wait."""
 
     @abstractmethod
     def start(self) -> None:
@@ -88,6 +90,10 @@ class Stopwatch(ABC):
     @abstractmethod
     def whole(self) -> Readout:
         """Returns the time from start to now, including pauses, in seconds, as a readout like that of `taken`."""
+
+    @abstractmethod
+    def so_far(self) -> float:
+        """Returns the time from start to now without pauses, in seconds. May wait for the device."""
 
     def seconds(self) -> float:
         """Returns the value of `taken` at once, which may wait for the device."""
@@ -147,6 +153,9 @@ class HostStopwatch(Stopwatch):
     def whole(self) -> Readout:
         return ReadyValue(self._clock() - self._started)
 
+    def so_far(self) -> float:
+        return self._clock() - self._began
+
 
 class EventStopwatch(Stopwatch):
     """Measures with events in the device's current stream, for devices that work asynchronously."""
@@ -194,6 +203,9 @@ class EventStopwatch(Stopwatch):
         """Returns the time including pauses. Reading the value waits for the device, which may wait for other ranks."""
         return DeferredValue(partial(_elapsed_seconds, self._began, _event(), []))
 
+    def so_far(self) -> float:
+        return _elapsed_seconds(self._began, _event(), self._pauses)
+
 
 Pause = tuple[torch.Event, torch.Event]
 
@@ -233,6 +245,8 @@ class waiting:  # noqa: N801 # used in every step, where a generator-based conte
         self._watch = watch = _running
         if watch is not None:
             if not watch._waits:
+                if watch.before_wait is not None:
+                    watch.before_wait()
                 watch.pause()
             watch._waits += 1
 

@@ -1,11 +1,12 @@
 """Measures the time of a rank's own work in a step, and prolongs it to emulate a slower device.
 
 A rank's work ends with its last gradient bucket: afterwards it only waits for others and updates, which takes equally
-long on all ranks. An emulated slower device sleeps just before it sends that bucket, in proportion to its work so far.
-To all other ranks it looks like a device that is really that slow::
+long on all ranks. An emulated slower device sleeps just before it sends that bucket, in proportion to its work so far,
+and likewise before each wait for other ranks within the passes, such as that of an exact BatchNorm. To all other ranks
+it looks like a device that is really that slow::
 
-    with work_timer.step(41):     forward ─ backward ─ work_done: [sleep] ─ last bucket ─ ...
-    work_timer.seconds()         ├──────────────────────────────────────┤
+    with work_timer.step(41):     forward ─ [sleep] waiting ─ backward ─ work_done: [sleep] ─ last bucket ─ ...
+    work_timer.taken()           ├────────────────┤         ├──────────────────────────────┤
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class WorkTimer:
 
     Args:
         sleep: Sleeps for a number of seconds.
+        in_passes: Sleeps before each wait until the end of the work, too. False for a timer around another one.
     """
 
     def __init__(
@@ -35,9 +37,12 @@ class WorkTimer:
         throttle: Throttle | None,
         rank: int,
         sleep: Callable[[float], None] = time.sleep,
+        in_passes: bool = True,
     ) -> None:
         self._stopwatch, self._throttle, self._rank, self._sleep = stopwatch, throttle, rank, sleep
-        self._step = 0
+        self._step, self._is_done = 0, False
+        if throttle is not None and in_passes:
+            stopwatch.before_wait = lambda: self._is_done or self._catch_up(stopwatch.so_far())
         self._slept = 0.0
         self._elapsed: Readout = ReadyValue(0.0)
         self.begin_forward = stopwatch.begin_forward
@@ -55,7 +60,7 @@ class WorkTimer:
         return self
 
     def __enter__(self) -> None:
-        self._slept = 0.0
+        self._slept, self._is_done = 0.0, False
         self._stopwatch.__enter__()
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -66,14 +71,24 @@ class WorkTimer:
     def work_done(self) -> None:
         """Marks the end of the rank's work so far. Sleeps if a slower device is emulated."""
         self._stopwatch.mark()
-        if self._throttle is None:
-            return
-        own = self._stopwatch.seconds() - self._slept
-        more = self._throttle.sleep_seconds(self._step, self._rank, own) - self._slept
-        if more > 0:
-            self._sleep(more)
-            self._slept += more
+        self._is_done = True
+        if self._throttle is not None and self._catch_up(self._stopwatch.seconds()):
             self._stopwatch.mark()
+
+    def _catch_up(self, seconds: float) -> bool:
+        """Sleeps until the step has taken as long as on the emulated device. Returns True if it had to.
+
+        Args:
+            seconds: The time of the step so far, without waits.
+        """
+        assert self._throttle is not None
+        own = seconds - self._slept
+        more = self._throttle.sleep_seconds(self._step, self._rank, own) - self._slept
+        if more <= 0:
+            return False
+        self._sleep(more)
+        self._slept += more
+        return True
 
     def elapsed(self) -> Readout:
         """Returns the seconds of the rank's whole part of the last step, waiting included."""

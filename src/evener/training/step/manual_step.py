@@ -32,9 +32,10 @@ class ManualStep:
 
     def __init__(self, learner: Learner, control: Exchange, non_finite: str) -> None:
         self._learner, self._control, self._non_finite = learner, control, non_finite
-        self.work_timer = WorkTimer(
-            stopwatch(learner.session.device), learner.settings.throttle, learner.session.rank
-        )
+        session, throttle = learner.session, learner.settings.throttle
+        watch = stopwatch(session.device)
+        # The waits of a step that the engine takes lie within this timer, and are the learner's.
+        self.work_timer = WorkTimer(watch, throttle, session.rank, in_passes=False)
 
     def backward(self, total: Tensor, count: float | Tensor, batch: Batch | None, step: int) -> float:
         """Back-propagates ``total`` divided by the count of all ranks; returns the mean over the terms of all ranks.
