@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from evener.data.prefetch import DELIVERIES, Batches, Convert, Copy
+from evener.data.prefetch import DELIVERIES, CopyOnSideStream
 from evener.distributed.control_channel import Channel
 from evener.distributed.environment import Environment
 from evener.distributed.session import Session
@@ -44,8 +44,8 @@ from evener.hardware.timers import STOPWATCHES, HostStopwatch
 from evener.tools.estimate.fake_world import Echo
 from evener.training.engine import Engine
 from evener.training.step.step import Step
-
-META = torch.device("meta")
+from tests import streams
+from tests.streams import META, Streams
 
 
 class HostWaitsError(AssertionError):
@@ -61,6 +61,7 @@ class StandIn:
         """What was copied to the device in the first step, which may: it stays there."""
         self.rebuilt: set[int] = set()
         """The steps in which DDP put its buckets into the order of backward, for which the host waits."""
+        self.streams = Streams()
         self._watched = False
 
     @contextmanager
@@ -72,6 +73,7 @@ class StandIn:
                 stack.callback(dist.destroy_process_group)
             for registry, entry in self._parts():
                 stack.enter_context(mock.patch.dict(registry, meta=entry))
+            stack.enter_context(self.streams.patched())
             yield stack.enter_context(StandInSession(rank, world_size))
 
     def _parts(self) -> list[tuple[dict[str, Any], Any]]:
@@ -80,7 +82,7 @@ class StandIn:
             (READERS, lambda numbers: OnMeta(self, numbers)),
             (SENDERS, lambda tensor, device: torch.empty_like(tensor, device=device)),
             (STOPWATCHES, lambda: MetaStopwatch(self)),
-            (DELIVERIES, lambda device, convert: Beside(self, convert)),
+            (DELIVERIES, CopyOnSideStream),
         ]
 
     def train(self, engine: Engine) -> list[Step]:
@@ -104,19 +106,10 @@ class StandIn:
         """Nothing in the block may wait for the device."""
         self._watched = True
         try:
-            with functions(self), Operations(self):
+            with functions(self), Operations(self), self.streams.watched():
                 yield
         finally:
             self._watched = False
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What the block does happens on another stream of the device."""
-        before, self._watched = self._watched, False
-        try:
-            yield
-        finally:
-            self._watched = before
 
     def refuse(self, what: str) -> None:
         """Raises HostWaitsError in a step."""
@@ -125,6 +118,8 @@ class StandIn:
 
     def sent(self, what: str) -> None:
         """A copy to the device, for which the host waits: once and for all, or in every step."""
+        if self.streams.current.is_aside:
+            return  # copies what is ahead
         if self._watched and self.now <= 0:
             self.constants.append(f"{what} at {place()}")
         else:
@@ -134,7 +129,7 @@ class StandIn:
 def place() -> str:
     """The line that led here, inside of Evener or of a test, and not in PyTorch or in this file."""
     frame: FrameType | None = sys._getframe(1)
-    others = (__file__, str(Path(torch.__file__).parent), contextlib.__file__, "<")
+    others = (__file__, streams.__file__, str(Path(torch.__file__).parent), contextlib.__file__, "<")
     while frame is not None and frame.f_code.co_filename.startswith(others):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "a thread of PyTorch"
@@ -292,21 +287,6 @@ class MetaStopwatch(HostStopwatch):
 
     def whole(self) -> Readout:
         return self.taken()
-
-
-class Beside(Copy):
-    """Copies on a stream of its own, as a GPU's delivery does."""
-
-    def __init__(self, device: StandIn, convert: Convert | None) -> None:
-        super().__init__(META, convert)
-        self._standin = device
-
-    def __call__(self, batches: Batches) -> Batches:
-        with closing(batches):
-            for batch in batches:
-                with self._standin.aside():
-                    moved = self._move(batch)
-                yield moved
 
 
 class StandInSession(Session):

@@ -28,12 +28,13 @@ from evener.core.config.exact_bits import ExactBits
 from evener.data.batch import Batch, MicroBatch
 from evener.data.batch_plan import BatchPlan, BatchPlanner, Shares, equal_shares, plans
 from evener.data.collate import Collate
+from evener.data.copy_stream import Convert
 from evener.data.costs import CostDivision
 from evener.data.fetch import Fetch
 from evener.data.grains import GrainFetch, GrainPlanner, requests_of
 from evener.data.iterable import Agree, StreamBatches, divides_itself
 from evener.data.local_shards import LocalShards, part_plans
-from evener.data.prefetch import Batches, Convert, Delivery, cut_to, delivery_to, serial_delivery_to
+from evener.data.prefetch import Batches, Delivery, cut_to, delivery_to
 from evener.data.rounds import RoundBatch, RoundPlanner, Rounds
 from evener.data.sampler import ListedOrder, Order
 from evener.data.sections import RangeReader, SectionBatches, SectionPlanner, Sections
@@ -60,7 +61,7 @@ class Loader(Iterator[Batch]):
         by_cost: Divides batches by the costs of their samples; ``None`` divides them by numbers of samples.
         collate: Makes ``(inputs, targets)`` of a list of items; ``None`` for the default in ``evener.data.collate``.
         workers: Processes that read; 0 to read in this process.
-        device: The device of inputs and targets. For CUDA they are pinned, and copied one batch ahead.
+        device: The device of inputs and targets. For CUDA they are pinned, and copied ahead on a stream of their own.
         convert: Applied to every leaf of inputs and targets on the device; ``None`` leaves them as they are.
         piece: Cuts each micro-batch to what this rank computes of it; ``None`` for all of it.
         epochs: The end of training: epochs ``start[0]`` to ``epochs - 1`` are read.
@@ -153,7 +154,9 @@ class Loader(Iterator[Batch]):
         pool = Workers(
             workers, prefetch_factor, start_method, timeout_seconds, _seed_of(seed, rank), pin_memory
         )
-        delivery = delivery_to(device, convert)
+        # The engine asks for a batch one step early, local steps when they take it. What is leased is not read ahead.
+        ahead = 2 if isinstance(rounds, Rounds) else 0 if isinstance(rounds, Sections) else 1
+        delivery = delivery_to(device, convert, ahead)
         self.stream_states = RecentStates()
         """The states of an iterable data set that has any."""
         self.steps: int | None
@@ -186,7 +189,7 @@ class Loader(Iterator[Batch]):
                 self._batches = _Rounds(drawn, rounds, whole.size, fetch, pool, delivery)
                 return
             if isinstance(rounds, Sections):
-                reader = RangeReader(whole, rounds, fetch, pool, serial_delivery_to(device, convert))
+                reader = RangeReader(whole, rounds, fetch, pool, delivery)
                 self._batches = SectionBatches(drawn, reader)
                 return
             batches = (

@@ -4,28 +4,29 @@
 
     host memory ──▶ Delivery: to the device, each leaf converted ──▶ cut_to: each micro-batch cut ──▶ training step
 
-A batch gets to the device not at all, by a copy, or by a copy that overlaps with the previous step. ``delivery_to``
-chooses the way once, so no later code needs to check for a CUDA device. Each way is a function from an iterator of
-batches in host memory to an iterator of batches on the device. Its ``ahead`` is the number of batches that it reads
-ahead.
+A batch gets to the device not at all, by a copy, or by a copy that overlaps with earlier steps. ``delivery_to`` chooses
+the way once, so no later code needs to check for a CUDA device. Each way is a function from an iterator of batches in
+host memory to an iterator of batches on the device. Its ``ahead`` is the number of batches that it reads ahead. The
+engine asks for a batch one step early. So one batch read ahead makes two that are on the device, or on their way to it,
+while a step computes.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import closing
 from functools import partial
-from typing import Any, Protocol
+from itertools import islice
+from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from evener.data.batch import Batch, MicroBatch
+from evener.data.copy_stream import Convert, CopyStream
 from evener.hardware.accelerators import WITH_STREAMS
 
 Batches = Generator[Batch, None, None]
-Convert = Callable[[Any], Any]
-"""Converts a leaf of inputs or targets on the device, such as to the data type of the run."""
 
 
 class Delivery(Protocol):
@@ -63,49 +64,47 @@ class Copy:
 
 
 class CopyOnSideStream:
-    """Copies batch ``g + 1`` from pinned memory on a separate stream while step ``g`` computes."""
+    """Copies batches on a stream of their own, ``ahead`` batches before they are requested."""
 
-    ahead = 1
-
-    def __init__(self, device: torch.device, convert: Convert | None = None) -> None:
-        self._device, self._convert = device, convert
-        self._stream = torch.Stream(device)
+    def __init__(self, device: torch.device, convert: Convert | None = None, ahead: int = 1) -> None:
+        self.ahead = ahead
+        self._copies = CopyStream(device, convert)
 
     def __call__(self, batches: Batches) -> Batches:
         with closing(batches):
-            ahead = self._start(next(batches, None))
-            while ahead is not None:
-                batch, copied = ahead
-                ahead = self._start(next(batches, None))
-                stream = torch.accelerator.current_stream(self._device)
-                stream.wait_event(copied)
-                batch.map(partial(_record, stream))
-                yield batch
+            started = deque(map(self._start, islice(batches, self.ahead)))
+            while True:
+                started.extend(map(self._start, islice(batches, 1)))
+                if not started:
+                    return
+                yield started.popleft()()  # holds no batch while the step computes
 
-    def _start(self, batch: Batch | None) -> tuple[Batch, torch.Event] | None:
-        """Queues the copy of ``batch``. Returns the copy and an event that is recorded after it; None for None."""
-        if batch is None:
-            return None
-        with self._stream:
-            moved = batch.map(_pinned).to(self._device, non_blocking=True, convert=self._convert)
-            return moved, self._stream.record_event()
+    def _start(self, batch: Batch) -> Callable[[], Batch]:
+        """Starts to copy a batch. Returns a function that returns the copy.
+
+        A batch for which the device has no room yet stays on the host until it is requested.
+        """
+        try:
+            return self._copies.start(batch.moved)
+        except torch.OutOfMemoryError:
+            return lambda: self._copies.start(batch.moved)()
 
 
-DELIVERIES: dict[str, Callable[[torch.device, Convert | None], Delivery]] = {
-    "cpu": lambda device, convert: NoTransfer(convert),
+DELIVERIES: dict[str, Callable[[torch.device, Convert | None, int], Delivery]] = {
+    "cpu": lambda device, convert, ahead: NoTransfer(convert),
     **dict.fromkeys(WITH_STREAMS, CopyOnSideStream),
 }
 """The delivery for each type of device. :class:`Copy` serves all other types."""
 
 
-def delivery_to(device: torch.device, convert: Convert | None = None) -> Delivery:
-    """Returns the delivery for ``device``, which applies ``convert`` to each leaf there."""
-    return DELIVERIES.get(device.type, Copy)(device, convert)
+def delivery_to(device: torch.device, convert: Convert | None = None, ahead: int = 1) -> Delivery:
+    """Returns the delivery for ``device``, which applies ``convert`` to each leaf there.
 
-
-def serial_delivery_to(device: torch.device, convert: Convert | None = None) -> Delivery:
-    """Returns the delivery for ``device`` that reads no batch ahead."""
-    return NoTransfer(convert) if device.type == "cpu" else Copy(device, convert)
+    Args:
+        ahead: The number of batches to read ahead, if copies to the device can overlap with steps.
+    """
+    made = DELIVERIES.get(device.type)
+    return Copy(device, convert) if made is None else made(device, convert, ahead)
 
 
 def cut_to(piece: Callable[[MicroBatch], MicroBatch] | None, batches: Batches) -> Batches:
@@ -116,14 +115,3 @@ def cut_to(piece: Callable[[MicroBatch], MicroBatch] | None, batches: Batches) -
 def _each(stage: Callable[[Batch], Batch], batches: Batches) -> Batches:
     with closing(batches):
         yield from map(stage, batches)  # holds no batch while the step computes
-
-
-def _pinned(leaf: Any) -> Any:
-    return leaf.pin_memory() if isinstance(leaf, Tensor) and leaf.device.type == "cpu" else leaf
-
-
-def _record(stream: torch.Stream, leaf: Any) -> Any:
-    """Keeps the allocator from reusing the memory of ``leaf`` before ``stream`` is done with it."""
-    if hasattr(leaf, "record_stream"):
-        leaf.record_stream(stream)
-    return leaf

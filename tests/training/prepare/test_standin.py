@@ -19,7 +19,7 @@ from evener.training.prepare import dataloader
 from evener.training.prepare import prepare as preparing
 from evener.training.prepare.replicas import LoopReplicas
 from tests.ids import placeless
-from tests.standin import META, HostWaitsError, StandIn
+from tests.standin import HostWaitsError, StandIn
 from tests.training.prepare.running import with_settings
 
 CLASSES = 3
@@ -80,7 +80,7 @@ def trained(run: Pass, world_size: int, steps: int = 5) -> StandIn:
     with (
         device.session(world_size - 1, world_size) as session,
         patch.object(preparing, "Session", lambda *_, **__: nullcontext(session)),
-        patch.object(dataloader, "move", lambda leaf, *_: torch.empty_like(leaf, device=META)),
+        patch.object(dataloader, "WITH_STREAMS", ("meta",)),
         patch.object(Unsound, "name_of", lambda *_: None),  # all numbers that are read are 1
         patch.object(LoopReplicas, "own_row", lambda *_: (0.0, 0.0, 0.0)),  # compares rarely, and waits
         with_settings(allreduce="native"),

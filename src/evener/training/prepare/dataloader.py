@@ -14,6 +14,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -28,11 +29,13 @@ from evener.core.config.run_config import RunConfig
 from evener.core.plugins import kind_of
 from evener.core.task.task import Cost
 from evener.data.batch import Batch, MicroBatch, map_leaves, move
+from evener.data.copy_stream import CopyStream
 from evener.data.costs import CostDivision
 from evener.data.division import own_slice
 from evener.data.sampler import Ids
 from evener.data.tensor_rows import RowBatches, as_read, rows_of
 from evener.errors import ConfigurationError, DataError
+from evener.hardware.accelerators import WITH_STREAMS
 from evener.training.batches.agreed_costs import agreed_costs, cost_division
 from evener.training.prepare.batch_tensors import marked
 from evener.training.prepare.current_batch import CurrentBatch
@@ -166,6 +169,8 @@ class PreparedLoader:
         self.balancer = place.balancer(config, ahead + 2 + place.session.runs_behind)
         self._shares = Shares(loader.batch_sampler, self.balancer, place, self._by_cost(config, cost))
         kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
+        device = place.session.device
+        self._copies = CopyStream(device) if device.type in WITH_STREAMS else None
         self._generator = apart(0, place.data.index)
         self._stream: WholeBatches | None = None
         self._collate = loader.collate_fn
@@ -249,9 +254,7 @@ class PreparedLoader:
             self._handed_out += 1
             found = place.cut(found, current_batch)
             with place.at(current_batch):
-                yield marked(
-                    map_leaves(lambda leaf: move(leaf, place.session.device, True), found), current_batch
-                )
+                yield marked(self._on_device(found), current_batch)
             timed, self._untimed = (
                 (self._untimed if place.session.runs_behind else current_batch),
                 current_batch,
@@ -262,6 +265,12 @@ class PreparedLoader:
         place.mean.settle()
         self._handed_out = 0
         shares.epoch += 1
+
+    def _on_device(self, found: Any) -> Any:
+        """Returns the batch on this rank's device. On a GPU it is copied while earlier steps compute."""
+        if self._copies is not None:
+            return self._copies.start(partial(map_leaves, tree=found))()
+        return map_leaves(lambda leaf: move(leaf, self._place.session.device, True), found)
 
     def _reading(self) -> Iterator[Any]:
         """Starts a new pass of the reader. Seeds workers as the plain loader would: persistent ones only once."""
