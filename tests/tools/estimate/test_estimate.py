@@ -262,6 +262,7 @@ def test_a_gpu_that_is_not_there_is_estimated_by_its_blocks(monkeypatch: pytest.
     on_cpu = evener.estimate_memory(small(), processes=1, device="cpu")
     assert on_gpu.ranks[0].peak % 512 == 0
     assert on_gpu.ranks[0].peak > on_cpu.ranks[0].peak
+    assert on_gpu.ranks[0].at_peak["inputs"] == 3 * (9728 + 512)  # two are there, or on their way
     assert any("no CUDA" in note for note in on_gpu.notes)
     assert not on_cpu.notes
 

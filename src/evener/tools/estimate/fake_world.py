@@ -90,7 +90,7 @@ class World:
                 (READERS, kind, Unread),
                 (SENDERS, kind, by_copy),
                 (STOPWATCHES, kind, HostStopwatch),
-                (DELIVERIES, kind, lambda device, convert: NoTransfer(convert)),
+                (DELIVERIES, kind, lambda device, convert, ahead: NoTransfer(convert)),
                 (SUBSTITUTES, FAKE_BACKEND, Substitute(self._all_reduce, self._owners)),
                 (LINES, FAKE_BACKEND, partial(self.mail.line, traffic=self.traffic)),
             ]

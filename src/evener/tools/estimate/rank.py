@@ -120,6 +120,7 @@ def estimate_rank(
                 session=session,
                 reading=without_fakes,
                 read=partial(_without_numbers, mode, device),
+                ahead=int(place.rounding in accelerators.WITH_STREAMS),
             )
         )
         stack.enter_context(OperatorCalls(traffic))

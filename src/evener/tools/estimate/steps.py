@@ -8,6 +8,7 @@ rank 0.
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
@@ -29,6 +30,8 @@ class CountedEngine(Engine):
         account: The active memory tracker.
         reading: Makes a context manager that surrounds the reading of samples.
         read: Maps each batch that was read to the batch that is used.
+        ahead: Batches to hold besides those that the engine holds, in place of a loader that would have them on their
+            way to the device.
     """
 
     def __init__(
@@ -37,13 +40,20 @@ class CountedEngine(Engine):
         *args: Any,
         reading: Callable[[], AbstractContextManager[Any]] = nullcontext,
         read: Callable[[Batch], Batch] = lambda batch: batch,
+        ahead: int = 0,
         **options: Any,
     ) -> None:
         self._account, self._reading_of, self._read = account, reading, read
+        self._ahead, self._held = ahead, deque[Batch | None]()
         with made_as(OTHER):
             super().__init__(*args, **options)
 
     def _next(self, source: Iterator[Batch]) -> Batch | None:
+        while len(self._held) <= self._ahead:
+            self._held.append(self._named(source))
+        return self._held.popleft()
+
+    def _named(self, source: Iterator[Batch]) -> Batch | None:
         with made_as(OTHER):
             with self._reading_of():
                 batch = super()._next(source)
