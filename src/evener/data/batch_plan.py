@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from evener.data.audits import AuditedBlock
 from evener.data.batch import Batch, MicroBatch, Skipped
@@ -21,6 +20,8 @@ from evener.data.fetch import Fetched
 from evener.data.sampler import Ids, Order
 from evener.errors import ConfigurationError
 
+_ASKED = 4096
+"""The number of sample ids for which an order is asked at once, if batches are smaller."""
 Shares = Callable[[int, int], Sequence[int]]
 """``shares(step, size)`` returns how many of the ``size`` samples of global batch ``step`` each rank takes."""
 
@@ -83,7 +84,8 @@ class BatchPlanner:
             ids: The samples of the global batch.
             done: The number of samples of the training before it.
         """
-        return _reads(ids, self.table(len(ids), shares), self.rank)
+        own = _own(len(ids), shares, self.micro_batch, self.rank)
+        return [(ids[part], weight) for part, weight in own]
 
     def audits(
         self, ids: Ids, shares: tuple[int, ...], place: tuple[int, int]
@@ -108,7 +110,7 @@ def _divided(size: int, shares: tuple[int, ...], micro_batch: int | None) -> Tab
     return divide(size, shares, micro_batch)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # to make a frozen one takes three times as long, in every step
 class BatchPlan:
     """The plan of one global batch for this rank. The first six fields are those of :class:`Batch`."""
 
@@ -131,34 +133,29 @@ class BatchPlan:
     @property
     def all_reads(self) -> list[Ids]:
         """The sample ids to read, those of audits at the end."""
-        return [*(ids for ids, _ in self.reads), *self.audit_reads]
+        return [ids for ids, _ in self.reads] + self.audit_reads
 
     def batch(self, values: list[Fetched]) -> Batch:
         """Builds the batch from the values that were read for ``all_reads``, one for each micro-batch."""
-        own = len(self.reads)
-        pairs = list(zip(values[:own], self.reads, strict=True))
-        read_again = zip(values[own:], self.audit_reads, strict=True)
-        audits = [self._micro_batch(value, ids, 1) for value, ids in read_again]
-        micro_batches = [self._micro_batch(value, ids, weight) for value, (ids, weight) in pairs]
-        skipped = self._skipped(pairs) if any(value.skipped for value in values) else ()
+        if len(values) != len(self.reads) + len(self.audit_reads):
+            raise ValueError(
+                f"{len(values)} values for {len(self.reads)} + {len(self.audit_reads)} micro-batches"
+            )
+        micro_batches, skipped = list[MicroBatch](), tuple[Skipped, ...]()
+        for value, (ids, weight) in zip(values, self.reads, strict=False):
+            micro_batches.append(self._micro_batch(value, ids, weight))
+            if value.skipped and weight:
+                skipped += tuple(Skipped(one.sample + self.offset, one.words) for one in value.skipped)
+        read_again = zip(values[len(self.reads) :], self.audit_reads, strict=True)
+        audits = [self._micro_batch(value, ids, 1) for value, ids in read_again] if self.audit_reads else ()
         place = (self.epoch, self.index, self.position, self.size, self.shares)
         more = (None, self.costs, self.audited, audits)
         return Batch(*place, micro_batches, self.last, skipped, *more)
 
-    def _skipped(self, pairs: list[tuple[Fetched, tuple[Ids, int]]]) -> tuple[Skipped, ...]:
-        return tuple(
-            Skipped(one.sample + self.offset, one.words)
-            for value, (_, weight) in pairs
-            for one in value.skipped
-            if weight
-        )
-
     def _micro_batch(self, value: Fetched, ids: Ids, weight: int) -> MicroBatch:
-        samples = self._samples(ids if value.samples is None else value.samples)
+        ids = ids if value.samples is None else value.samples
+        samples = torch.from_numpy(ids + self.offset if self.offset else ids)
         return MicroBatch(value.inputs, value.targets, samples, 0 if value.stands_in else weight)
-
-    def _samples(self, ids: Ids) -> Tensor:
-        return torch.from_numpy(ids + self.offset if self.offset else ids)
 
 
 def plans(
@@ -172,14 +169,28 @@ def plans(
     """
     step = first_step
     for epoch in range(start[0], epochs):
-        for begin, end in order.batches(cut.batch_size, start[1] if epoch == start[0] else 0):
-            ids = order.ids(epoch, begin, end)
+        for begin, ids in _batches(order, cut.batch_size, epoch, start[1] if epoch == start[0] else 0):
+            end = begin + len(ids)
             shares, reads, costs = cut.divided(step, ids, epoch * order.size + begin)
             index = begin // cut.batch_size
             last = end == order.size
             audits = cut.audits(ids, shares, (epoch, begin))
             yield BatchPlan(epoch, index, begin, end - begin, shares, last, reads, 0, costs, *audits)
             step += 1
+
+
+def _batches(order: Order, batch_size: int, epoch: int, position: int) -> Iterator[tuple[int, Ids]]:
+    """Yields the position and the sample ids of each global batch from ``position`` to the end of the epoch.
+
+    :class:`Order` itself is asked for the ids of several small batches at once, which takes the time of one. Other
+    orders may group the samples of what is asked for.
+    """
+    at_once = _ASKED // batch_size if type(order).ids is Order.ids else 1
+    most = max(at_once, 1) * batch_size
+    for first in range(position, order.size, most):
+        ids = order.ids(epoch, first, min(first + most, order.size))
+        for begin in range(0, len(ids), batch_size):
+            yield first + begin, ids[begin : begin + batch_size]
 
 
 def equal_shares(world_size: int) -> Shares:
@@ -192,11 +203,16 @@ def equal_shares(world_size: int) -> Shares:
     return lambda step, size: divided(size)
 
 
-def _reads(ids: Ids, table: Table, rank: int) -> list[tuple[Ids, int]]:
-    """Returns this rank's slice of each micro-batch and its weight. An empty slice becomes a placeholder."""
-    reads = []
-    for row in table:
-        mine = row[rank]
-        first = row[0].start
-        reads.append((ids[mine.start : mine.stop], 1) if mine else (ids[first : first + 1], 0))
-    return reads
+@lru_cache(maxsize=64)
+def _own(
+    size: int, shares: tuple[int, ...], micro_batch: int | None, rank: int
+) -> tuple[tuple[slice, int], ...]:
+    """Returns the slice of ``rank`` of each micro-batch, and its weight. A placeholder takes the place of an empty
+    one."""
+    table = _divided(size, shares, micro_batch)
+    return tuple(
+        (slice(row[rank].start, row[rank].stop), 1)
+        if row[rank]
+        else (slice(row[0].start, row[0].start + 1), 0)
+        for row in table
+    )

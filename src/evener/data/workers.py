@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from evener.core.stacks import listen, workers_of
 from evener.data.fetch import ReadFailure
 from evener.errors import ConfigurationError, DataError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,7 @@ class Workers:
         values = map(dataset.__getitem__, requests or ()) if alone else iter(self._loader(dataset, requests))
         try:
             while (value := next(values, _END)) is not _END:
-                if isinstance(value, ReadFailure):
-                    raise DataError(value.message)
-                yield value
+                yield checked(value)
         except RuntimeError as error:
             if str(error).startswith("DataLoader"):
                 raise self._lost(error) from error
@@ -94,6 +94,17 @@ class Workers:
             f"one that is late reads slowly or is stuck (timeout_seconds is {self.timeout_seconds:g}); "
             f"with 0 workers the data set is read in the main process, which shows where{workers_of(os.getpid())}"
         )
+
+
+def checked(value: T) -> T:
+    """Returns a value that was read.
+
+    Raises:
+        DataError: If it is a failure.
+    """
+    if isinstance(value, ReadFailure):
+        raise DataError(value.message)
+    return value
 
 
 _END = object()
