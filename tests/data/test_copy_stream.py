@@ -16,6 +16,7 @@ from evener.data.loader import Loader
 from evener.data.prefetch import CopyOnSideStream
 from evener.data.rounds import Rounds
 from evener.data.sampler import Order
+from evener.data.sections import SectionBatch, Sections
 from tests.streams import META, StreamError, Streams
 
 
@@ -111,6 +112,27 @@ def test_rounds_are_read_two_passes_ahead_for_nobody_asks_early(streams: Streams
             assert streams.copies == 2 * (number + 3)
             used(batch)
             del batch
+
+
+def test_ranges_are_copied_beside_and_none_is_read_that_is_not_leased(streams: Streams) -> None:
+    loader = loader_of(rounds=Sections(batches=5, batch_size=4, ranks=1, micro_batch=3))
+    section = next(loader)
+    assert isinstance(section, SectionBatch)
+    assert section.plan is not None
+    assert section.reader is not None
+    assert loader.lookahead == 0
+    asked = []
+    section.reader.begin(section.plan, lambda: asked.append(1))
+    with streams.watched():
+        for start in (0, 7):
+            section.reader.lease(start, range(start, start + 7))
+            passes = section.reader.read()
+            assert [len(each.micro_batches[0].samples) for each in passes] == [3, 3, 1]
+            for each in passes:
+                used(each)
+            del passes, each
+        assert streams.copies == 2 * 6
+    assert not asked
 
 
 class OnDevice(Dataset[Any]):
