@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""PyTorch's function by its new name, if it has it: torch 2.13 warns about the old one."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACES = (Path("/proc/self/ns/pid"), Path("/proc/self/ns/net"))
 

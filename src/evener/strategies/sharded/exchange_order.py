@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.core.half_precision import added_in_float32
+from evener.distributed.hosts import all_gather_single
 from evener.errors import TaskError
 from evener.hardware.memory import made_as
 from evener.hardware.memory.counters import BUCKETS
 from evener.hardware.timers import waiting
 
-# The new names if torch has them: torch 2.13 warns about the old ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# The new name if torch has it: torch 2.13 warns about the old one.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _WEIGHTS, _GRADIENTS = 0, 1
 _WORDS = ("weights", "gradients")
@@ -112,7 +112,9 @@ class Gather:
     ) -> dist.Work | None:
         self._turns.take_turn(self._unit, _WEIGHTS, input_tensor.device)
         with waiting():
-            work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            work: dist.Work | None = all_gather_single(
+                output_tensor, input_tensor, group=group, async_op=async_op
+            )
         return work
 
 

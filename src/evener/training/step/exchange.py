@@ -26,6 +26,7 @@ from evener.collectives.hierarchical_sum import MOST_ROWS, Levels, Summing
 from evener.collectives.registry import SUBSTITUTES
 from evener.core.exact_numbers import exact_total
 from evener.distributed.control_channel import Pending
+from evener.distributed.hosts import all_gather_single
 from evener.distributed.mesh import DIVIDING_TERMS, Mesh
 from evener.distributed.session import Session
 from evener.hardware.async_read import read
@@ -158,7 +159,7 @@ class ByRows:
             rows.copy_(row)
         else:
             with waiting():
-                dist.all_gather(list(rows.unbind()), row, group=self._mesh.world)
+                all_gather_single(rows.view(-1), row, group=self._mesh.world)  # NCCL copies a list row by row
         found, contributors = read(rows), self._mesh.data.contributors
         return lambda: Results.from_rows(_in_threes(found.values()), contributors)
 
