@@ -237,3 +237,15 @@ def test_the_host_goes_on_before_a_gpu_has_copied() -> None:
     busy = torch.cuda.current_stream().record_event()
     next(loader)
     assert not busy.query()
+
+
+@pytest.mark.gpu
+def test_memory_of_the_host_is_pinned_once() -> None:
+    data = TensorDataset(torch.rand(1280, 1024), torch.arange(1280))
+    loader = Loader(data, Order(1280), batch_size=64, device="cuda")
+    pinned = []
+    for _ in loader:
+        torch.cuda.synchronize()
+        pinned.append(torch.cuda.host_memory_stats()["num_host_alloc"])
+    assert pinned[0]
+    assert len(set(pinned[4:])) == 1
