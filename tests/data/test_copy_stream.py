@@ -31,11 +31,12 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
 
 def loader_of(size: int = 40, **options: Any) -> Loader:
     data = TensorDataset(torch.arange(float(size)), torch.arange(size))
-    return Loader(data, Order(size, seed=1), **({"batch_size": 4, "device": "meta"} | options))
+    given: dict[str, Any] = {"batch_size": 4, "device": "meta"} | options
+    return Loader(data, Order(size, seed=1), **given)
 
 
 def used(batch: Batch) -> Tensor:
-    return sum((part.inputs * part.targets).sum() for part in batch.micro_batches)  # type: ignore[return-value]
+    return torch.stack([(part.inputs * part.targets).sum() for part in batch.micro_batches])
 
 
 def halved(leaf: Any) -> Any:
