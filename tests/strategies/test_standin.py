@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -237,6 +238,23 @@ def test_a_step_that_is_taken_again_in_pieces_does_not_wait(kind: str) -> None:
 def test_pieces_of_a_size_that_fits_do_not_wait(kind: str) -> None:
     _, steps, _ = trained(task(), *STRATEGIES[kind], micro_batch="auto")
     assert len(steps) == STEPS
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch": 5, "balance": "auto", "steps": 9}])
+def test_two_batches_are_on_the_device_or_on_their_way_when_a_step_is_taken(settings: dict[str, Any]) -> None:
+    """Shares by speed are asked for that far ahead of what is known."""
+    device, copied = StandIn(), list[int]()
+    usual: dict[str, Any] = {"steps": STEPS, "strategy": "ddp", "allreduce": "native"} | settings
+    with device.session(1, 4) as session, Engine(task(), session=session, **usual) as engine:
+        step = engine.step
+
+        def counted(batch: Batch) -> Step:
+            copied.append(device.streams.copies // (2 * len(batch.micro_batches)))
+            return step(batch)
+
+        with mock.patch.object(engine, "step", counted):
+            device.train(engine)
+    assert copied == [min(number, usual["steps"] + 1) for number in range(3, usual["steps"] + 3)]
 
 
 @pytest.mark.parametrize("compress", ["bf16", "int8", "top-k", "powersgd"])
