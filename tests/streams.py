@@ -107,6 +107,7 @@ class Streams:
                 (torch, "Stream", lambda device: Stream(self)),
                 (torch.accelerator, "current_stream", lambda device=None: self.current),
                 (Tensor, "pin_memory", _pinned),
+                (Tensor, "is_pinned", lambda tensor: hasattr(tensor, "lies_pinned")),
                 (Tensor, "record_stream", lambda tensor, stream: self._record(tensor, stream)),
             ):
                 stack.enter_context(mock.patch.object(owner, name, entry))
@@ -164,7 +165,9 @@ class Streams:
 def _pinned(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu":
         raise StreamError("only memory of the host can be pinned")
-    copy = tensor if hasattr(tensor, "lies_pinned") else tensor.clone()
+    if tensor.is_pinned():
+        return tensor
+    copy = tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)  # as PyTorch does
     copy.lies_pinned = True  # type: ignore[attr-defined]
     return copy
 
@@ -186,7 +189,10 @@ class _Operators(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
         if name.startswith("aten._to_copy") and given[0].device != META and self._streams.current.is_aside:
             self._look_at_copy(given[0], options)
+        pinned = options.pop("pin_memory", False)
         found = function(*args, **options)
+        if pinned:
+            found.lies_pinned = True
         there, at_hand = _on_device(tree_leaves(found)), _on_device(given)
         if there or at_hand:
             self._streams.queue(name, at_hand, there)

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from evener.data import prefetch
 from evener.data.batch import Batch
-from evener.data.copy_stream import CopyStream
+from evener.data.copy_stream import CopyStream, pinned
 from evener.data.loader import Loader
 from evener.data.prefetch import CopyOnSideStream
 from evener.data.rounds import Rounds
@@ -182,6 +182,28 @@ def test_a_packed_sequence_moves(streams: Streams, monkeypatch: pytest.MonkeyPat
 def test_values_that_are_no_tensors_pass(streams: Streams) -> None:
     copy = CopyStream(META, lambda leaf: leaf)
     assert copy.start(lambda move: [move("text"), move(None), move(3)])() == ["text", None, 3]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.arange(4.0).expand(3, 4),
+        torch.arange(9.0).unfold(0, 4, 2),
+        torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last),
+        torch.arange(12.0).view(3, 4)[:, ::2],
+        torch.empty(0, 3),
+    ],
+    ids=["expanded", "windows", "channels last", "every second column", "none"],
+)
+def test_tensors_of_any_strides_are_pinned_and_arrive(streams: Streams, rows: Tensor) -> None:
+    with streams.watched():
+        on_host = pinned(rows)
+        assert torch.equal(on_host, rows)
+        assert on_host.is_pinned()
+        assert pinned(on_host) is on_host
+        there = CopyStream(META).start(lambda move: move(rows))()
+        assert there.shape == rows.shape
+        assert there.stride() == rows.to(META).stride()
 
 
 def test_a_batch_for_which_there_is_no_room_waits_on_the_host(streams: Streams) -> None:

@@ -61,16 +61,24 @@ class CopyStream:
     def _moved(self, made: list[Tensor], computing: torch.Stream, leaf: Any) -> Any:
         convert = self._convert
         if type(leaf) is Tensor and leaf.is_cpu and leaf.layout is torch.strided:
-            there = leaf.pin_memory().to(self._device, non_blocking=True)
+            there = pinned(leaf).to(self._device, non_blocking=True)
             there = there if convert is None else convert(there)
             made.append(there)
             return there
         if not isinstance(leaf, Tensor) and not has_to(leaf):
             return leaf if convert is None else convert(leaf)
         with _LeafTransfer(self._device, self._stream, computing, made):
-            pinned = leaf.pin_memory() if isinstance(leaf, Tensor) and leaf.is_cpu else leaf
-            there = move(pinned, self._device, non_blocking=True)
+            on_host = isinstance(leaf, Tensor) and leaf.is_cpu
+            there = move(leaf.pin_memory() if on_host else leaf, self._device, non_blocking=True)
             return there if convert is None else convert(there)
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """Returns a strided tensor of the host in pinned memory. One that uses an element twice, such as an expanded one,
+    which ``pin_memory()`` refuses, becomes contiguous."""
+    if tensor.is_contiguous() or tensor.is_pinned():
+        return tensor.pin_memory()
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
 
 class _LeafTransfer(DispatchMode):

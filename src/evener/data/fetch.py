@@ -22,6 +22,7 @@ from evener.core.task.device_errors import asks_for_device, way_out
 from evener.core.text import said, trace_of
 from evener.data.batch import Skipped, map_leaves
 from evener.data.collate import Collate, collate_pairs, collate_with, preview
+from evener.data.copy_stream import pinned
 from evener.data.sample_names import called
 from evener.data.sampler import Ids
 from evener.errors import DataError, InterruptedRunError
@@ -185,6 +186,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _pin(leaf: Any) -> Any:
+    if type(leaf) is Tensor and leaf.layout is torch.strided:
+        return pinned(leaf)
     return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
 
 
