@@ -2,9 +2,9 @@
 
 ::
 
-    host       pin and queue copy g + 2 │ queue step g │ pin and queue copy g + 3 │ queue step g + 1
-    copies        copy g + 2 ──▶                          copy g + 3 ──▶
-    compute    ... step g - 1           │ step g                                  │ wait for copy g + 1, step g + 1
+    host       queue copy g + 2 │ queue step g │ queue copy g + 3 │ queue step g + 1
+    copies          copy g + 2 ──────────────▶       copy g + 3 ──────────────▶
+    compute    step g - 1 │ wait for copy g + 1, step g │ wait for copy g + 2, step g + 1
 
 The host waits for nothing. Three things hold it together:
 
