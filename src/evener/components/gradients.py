@@ -72,6 +72,8 @@ def number_of(gradient: Tensor) -> float:
 
 _SMALL = 2**10
 """Elements of a gradient up to which to copy it takes less than to add it up by itself."""
+_JOINED = 2**12
+"""The same for gradients that are joined without a look at each."""
 _FEW = 4
 """Number of small gradients from which one call for all is quicker."""
 
@@ -188,7 +190,7 @@ class AllGradients:
     """Checks the gradients of all parameters of a model after each backward, as :class:`Unsound` does any.
 
     What does not change between steps is found once, so that Python does nothing for each parameter. On a CPU, small
-    gradients that differ in their first dimension alone are joined as they are, and added up in one call.
+    gradients are joined and added up in one call: as they are where several differ in their first dimension alone.
 
     Args:
         names: The parameters with their names, in the order in which ``unsound`` knows them.
@@ -201,10 +203,11 @@ class AllGradients:
         self._frozen = [p for p in names if not p.requires_grad]
         groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for p in self._trained:
-            if p.numel() <= _SMALL and p.dim() and p.dtype is torch.float32:
+            if p.numel() <= _JOINED and p.dim() and p.dtype is torch.float32:
                 groups.setdefault(tuple(p.shape[1:]), []).append(p)
         self._groups = [group for group in groups.values() if len(group) >= _FEW]
-        joined = set(map(id, chain.from_iterable(self._groups)))
+        self._flat = list(chain.from_iterable(each for each in groups.values() if len(each) < _FEW))
+        joined = set(map(id, chain(self._flat, *self._groups)))
         self._others = [p for p in self._trained if id(p) not in joined]
         self._are_plain = all(
             type(p) is nn.Parameter and p.numel() and not p.is_complex() for p in self._trained
@@ -226,6 +229,8 @@ class AllGradients:
         if self._trained and is_late(self._trained[0].device):
             return self._unsound.of_late(list(map(_GRADIENT, self._trained)), self._places)
         number = sum(number_of(found) for p in self._others if (found := p.grad) is not None)
+        if self._flat:
+            number += flattened(list(map(_GRADIENT, self._flat))).sum().item()
         for group in self._groups:
             number += torch.cat(list(map(_GRADIENT, group))).sum().item()
         return self._unsound.of_number(number, self._named)
