@@ -1,4 +1,5 @@
-"""What a step on one GPU costs beside a plain loop, in alternation: small and large models, float32 and bfloat16.
+"""What a step on one GPU costs beside a plain loop, in alternation: small and large models, float32 and bfloat16; and
+with CUDA graphs, where the model is not compiled.
 
 The plain loop is the one that one writes: a `DataLoader` with pinned memory, copies that do not wait, autocast where
 the numbers are bfloat16, a fused AdamW, and no reading of the loss. Evener's engine watches, records and tells as ever.
@@ -13,6 +14,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ from evener.training.engine import Engine
 
 fused_adamw = partial(torch.optim.AdamW, fused=True)
 GPU = torch.device("cuda", 0)
+PLAIN, GRAPHS = "plain loop", "Evener, CUDA graphs"
 
 
 class Language(nn.Module):
@@ -91,9 +94,9 @@ def plain(work: Work) -> Iterator[None]:
             yield
 
 
-def ours(work: Work, session: Session) -> Iterator[None]:
+def ours(work: Work, session: Session, **more: Any) -> Iterator[None]:
     task = Task(model=work.model, loss=nn.CrossEntropyLoss(), optimizer=fused_adamw, train=work.data)
-    settings = {"precision": "bf16"} if work.autocast else {}
+    settings = more | ({"precision": "bf16"} if work.autocast else {})
     settings |= {"compile": "whole"} if work.compiled else {}
     with Engine(task, session=session, batch_size=work.batch_size, epochs=10**6, **settings) as engine:
         for batch in engine.batches():
@@ -111,15 +114,17 @@ def take(source: Iterator[None], steps: int) -> float:
 
 
 def measure(work: Work, session: Session, turns: int, steps: int) -> dict[str, Timing]:
-    """Both, in turns."""
-    sources = [plain(work), ours(work, session)]
-    for source in sources:
+    """All, in turns. A graph of each is recorded before."""
+    sources = {PLAIN: plain(work), "Evener": ours(work, session)}
+    if not work.compiled:
+        sources[GRAPHS] = ours(work, session, cuda_graphs="auto")
+    for source in sources.values():
         take(source, steps)
-    times = [[take(source, steps) for source in sources] for _ in range(turns)]
-    for source in sources:
+    times = [[take(source, steps) for source in sources.values()] for _ in range(turns)]
+    for source in sources.values():
         source.close()  # type: ignore[attr-defined]
-    theirs, own = (Timing(list(column)) for column in zip(*times, strict=True))
-    return {"plain loop": theirs, "Evener": own}
+    columns = [Timing(list(column)) for column in zip(*times, strict=True)]
+    return dict(zip(sources, columns, strict=True))
 
 
 def main() -> None:
@@ -129,7 +134,13 @@ def main() -> None:
     arguments = parser.parse_args()
     with Session(device="cuda") as session:
         found = {work.name: measure(work, session, arguments.turns, arguments.steps) for work in works()}
-    record("one_gpu", "one GPU", table(found, "plain loop"), beside=torch.cuda.get_device_name(GPU))
+    eager = {name: {kind: row[kind] for kind in row if kind != GRAPHS} for name, row in found.items()}
+    graphs = {
+        name: {kind: row[kind] for kind in (PLAIN, GRAPHS)} for name, row in found.items() if GRAPHS in row
+    }
+    card = torch.cuda.get_device_name(GPU)
+    record("one_gpu", "one GPU", table(eager, PLAIN), beside=card)
+    record("one_gpu", "CUDA graphs", table(graphs, PLAIN), beside=card)
 
 
 if __name__ == "__main__":

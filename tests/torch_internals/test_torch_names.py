@@ -33,6 +33,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -310,6 +311,53 @@ def test_parameters_and_buffers_are_replaced_in_place() -> None:
         assert torch.allclose(norm.eval()(torch.full((1, 2), 5.0)), torch.full((1, 2), 7.0))
         assert names.own_parameters(nn.Linear(1, 1, bias=False))["bias"] is None
         assert names.own_modules(nn.Sequential(norm)) == {"0": norm}
+
+
+def test_a_module_holds_its_parts_in_three_attributes() -> None:
+    with borrowed("modules") as names:
+        norm = nn.Sequential(nn.BatchNorm1d(2))
+        found = [name for holder in names.HOLDERS for name in (*vars(norm)[holder], *vars(norm[0])[holder])]
+        assert {"0", "weight", "bias", "running_mean"} < set(found)
+
+
+def test_hooks_of_modules_are_known() -> None:
+    with borrowed("modules") as names:
+        linear = nn.Linear(1, 1)
+        for register in (
+            linear.register_forward_hook,
+            linear.register_forward_pre_hook,
+            linear.register_full_backward_hook,
+            linear.register_full_backward_pre_hook,
+            register_module_forward_hook,
+        ):
+            assert not names.has_hooks(linear)
+            handle = register(lambda *_: None)  # type: ignore[operator]
+            assert names.has_hooks(linear)
+            handle.remove()
+
+
+def test_what_is_to_run_after_backward_runs_then() -> None:
+    with borrowed("autograd") as names:
+        leaf, told = torch.ones(1, requires_grad=True), []
+        total = leaf.sum()
+        total.register_hook(lambda _: names.after_backward(lambda: told.append(leaf.grad is not None)))
+        total.backward()
+        assert told == [True]
+
+        def fail() -> None:
+            raise ValueError("told")
+
+        total = leaf.sum()
+        total.register_hook(lambda _: names.after_backward(fail))
+        with pytest.raises(ValueError, match="told"):
+            total.backward()
+
+
+def test_an_active_dispatch_mode_is_known() -> None:
+    with borrowed("dispatch") as names:
+        assert not names.mode_is_active()
+        with names.DispatchMode():
+            assert names.mode_is_active()
 
 
 def test_a_write_in_place_is_counted() -> None:

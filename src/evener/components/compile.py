@@ -151,11 +151,16 @@ class Graphs:
         self._before = compiled_so_far() if names else None
         self._checked = False
         self._told_with: set[int] = set()
+        self._slow = 0
+
+    def slowed(self) -> None:
+        """Counts a CUDA graph that is recorded or compared, which takes time as compiling does."""
+        self._slow += 1
 
     @property
     def made(self) -> int:
-        """The number of graphs compiled so far."""
-        return 0 if self._before is None else compiled_so_far().graphs - self._before.graphs
+        """The number of graphs so far: compiled ones, and CUDA graphs recorded or compared."""
+        return self._slow + (0 if self._before is None else compiled_so_far().graphs - self._before.graphs)
 
     @property
     def breaks(self) -> int:

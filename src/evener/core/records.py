@@ -143,7 +143,8 @@ class StepRecord:
     wasted: int = 0
     """Samples of a section whose gradients were computed and did not merge; they were computed again."""
     graphs: tuple[int, ...] = ()
-    """Graphs that each rank has compiled so far, if anything is compiled. A step that compiles a graph is slow."""
+    """Graphs that each rank has compiled so far, and CUDA graphs that it has recorded or compared, if there are any. A
+    step that does so is slow."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,8 @@ class RunSummary:
     """Description of the parameters that were updated in backward; empty if none were."""
     graphs: list[int] = field(default_factory=list)
     """Graphs that each rank has compiled in this run; empty if nothing was to be compiled."""
+    cuda_graphs: str = ""
+    """Description of the CUDA graphs of forward and backward, or of why there were none; empty if they were off."""
     uncompiled: list[str] = field(default_factory=list)
     """Modules that ran uncompiled because the compiled code gave different results."""
     graph_breaks: int = 0

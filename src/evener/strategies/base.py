@@ -54,6 +54,7 @@ from evener.distributed.mesh import Layout, Mesh
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError
 from evener.nn.grain_norm import normalize_by_grains
+from evener.strategies.cuda_graphs import replays_of
 from evener.strategies.exact_bits import check_model, check_strategy
 from evener.strategies.exact_sums import check_sums
 from evener.strategies.interfaces import BatchSlicer, Stepper, StrategySettings
@@ -94,6 +95,9 @@ class Strategy(Recipe, ABC):
     """True if the strategy does something else than ``single`` with one rank, too."""
     sums_bits: ClassVar[bool] = False
     """True if the strategy has ``exact="bits"``: its sum has the same bits on any division of a batch into blocks."""
+    replays: ClassVar[bool] = False
+    """True if each rank runs forward and backward of the whole model, one after the other, so that both can be replayed
+    as CUDA graphs."""
     mixes: ClassVar[bool] = False
     """True if hosts may have different kinds of devices. Such a strategy communicates only through gloo and the
     all-reduce."""
@@ -291,6 +295,9 @@ def set_up(
             learner.stepper = in_backward(learner, strategy.one_process)
         learner.stepper = by_grains(learner.stepper, learner)
         learner.cut = strategy.pieces(learner)
+        learner.replays = replays_of(learner, strategy.replays)
+        if learner.replays is not None:
+            owned.callback(learner.replays.close)
         undo.pop_all()
     return learner
 

@@ -63,6 +63,7 @@ class Ddp(Strategy):
 
     combines: ClassVar[tuple[str, ...]] = AXES
     mixes: ClassVar[bool] = True
+    replays: ClassVar[bool] = True
     sums_bits: ClassVar[bool] = True
 
     def for_own_loop(self) -> Strategy:

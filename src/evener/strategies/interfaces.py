@@ -64,6 +64,8 @@ class StrategySettings:
     """True if the task's Adam uses a fused kernel, unless the task has chosen an implementation itself."""
     lean: bool = False
     """True if gradients and memory are not watched."""
+    cuda_graphs: str = "off"
+    """``auto`` replays forward and backward of batches of known shapes as CUDA graphs, where that is possible."""
     update_in_backward: bool = False
     """True if each parameter is updated during backward, as soon as its gradient is complete."""
     clip_norm: float | None = None

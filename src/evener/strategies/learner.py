@@ -20,10 +20,10 @@ from evener.components.amp.grad_scaler import LossScale
 from evener.components.buffer_snapshot import BufferSnapshot
 from evener.components.clipping import Clipping
 from evener.components.compile import Graphs
+from evener.components.cuda_graphs.replays import Replays, replica_of
 from evener.components.exact_sum.gradients import ExactGradients
 from evener.components.loose_buffers import LooseBuffers
 from evener.components.memory_limits.limits import Room
-from evener.components.model_with_loss import Replica
 from evener.components.offload.offload import OffloadState
 from evener.components.optim.eight_bit import stepping
 from evener.components.optim.fused import clear_gradients, lay_out
@@ -75,6 +75,8 @@ class Learner:
     cut: BatchSlicer
     graphs: Graphs
     """The compiled modules of the model."""
+    replays: Replays | None = None
+    """The CUDA graphs of forward and backward. None if they are off."""
     watch: MemoryWatch
     """Measures the memory use of the rank's device."""
     room: Room
@@ -144,13 +146,12 @@ class Learner:
     @cached_property
     def replica(self) -> nn.Module:
         """The model with its loss, wrapped for training by the synchronizer."""
-        return self.synchronizer.wrap(Replica(self.model, self.task.exact_loss(), self.task.forward))
+        return self.synchronizer.wrap(replica_of(self.replays, self.model, self.task))
 
     # Data
 
     def portion(self, dataset: Any) -> Any:
-        """Returns the data set with each item reduced to what this rank needs. Caches the result for the task's data
-        sets."""
+        """Returns the data set with each item reduced to what this rank needs. Caches those of the task."""
         if id(dataset) in self._portions:
             return self._portions[id(dataset)]
         portion = self._portion(dataset, self)
@@ -167,6 +168,8 @@ class Learner:
         """
         self._portions.clear()
         self.offloaded.close()
+        if self.replays is not None:
+            self.replays.close()
         del self.task
         self.synchronizer.let_go()
         replica: nn.Module = self.__dict__.pop("replica", self.model)
@@ -184,8 +187,7 @@ class Learner:
             return self.cut.whole(self.stepper.outputs(micro), micro)
 
     def micro_scope(self, micro: MicroBatch, step: int) -> AbstractContextManager[Scope]:
-        """Returns a context that tells the modules of :mod:`evener.nn` which samples this rank and the others
-        compute."""
+        """Returns a context that tells modules of :mod:`evener.nn` which samples this rank and the others compute."""
         self.session.watchdog.moved()
         group, seed = lambda: self.data_group, self.settings.seed
         return scope(micro.samples, step, seed, micro.weight, group, micro.sequence)
@@ -356,14 +358,12 @@ class Learner:
         return {name: self.whole(tensor, tensor) for name, tensor in named.items()}
 
     def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
-        """Returns ``value``, a tensor of the same shape as ``parameter``, as one device would hold it. If ``parameter``
-        is divided, all ranks must call this together."""
+        """Returns ``value``, shaped as ``parameter``, as one device would hold it. Collective if that is divided."""
         piece = shard_spec(parameter)
         return piece.gather(value, self.mesh) if piece else value
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns weights and optimizer state by name: whole copies on the CPU, which any strategy can load. All ranks
-        must call this together."""
+        """Returns weights and optimizer state by name: whole copies on the CPU. All ranks must call this together."""
         whole = state.whole(self.held_state(), self.mesh)
         return whole if self.replicas is None else self.replicas.gathered(whole)
 

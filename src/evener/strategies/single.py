@@ -63,6 +63,7 @@ class Single(Strategy):
     """Runs the whole batch on one device, in micro-batches if requested."""
 
     sums_bits: ClassVar[bool] = True
+    replays: ClassVar[bool] = True
 
     def for_own_loop(self) -> Strategy:
         return self

@@ -3,6 +3,8 @@
 - ``_engine_run_backward`` runs the engine directly. ``torch.autograd.backward`` cannot be used under a mode for
   functions: the mode is suspended until it returns, so it does not see the forward passes that activation
   checkpointing repeats in it. A mode that is entered around the engine itself stays active.
+- ``Variable._execution_engine.queue_callback`` calls a function when the backward pass that is under way is over, as
+  DistributedDataParallel needs it. There is no public way.
 - ``Tensor._version`` counts in-place writes. With it autograd detects that a saved tensor was changed. PyTorch's notes
   document the attribute, and there is no public one.
 - ``Tensor._base`` is the tensor of which another is a view. FSDP2 registers a hook on the outputs of a module, and an
@@ -37,6 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, _SingleLevelFunction
 from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.variable import Variable
 
 # Attributes of tensors
 
@@ -77,6 +80,12 @@ def give_hooks(tensor: Tensor, hooks: Hooks) -> None:
 
 
 # The engine
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Calls ``function`` when the backward pass that is under way is over. Its errors are those of that pass. May be
+    called in hooks only."""
+    Variable._execution_engine.queue_callback(function)
 
 
 def run_backward(

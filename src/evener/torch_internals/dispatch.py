@@ -1,6 +1,7 @@
 """Private names of operators: dispatch modes, schemas of operators, and fake tensors.
 
 - ``TorchDispatchMode`` sees every operator that autograd runs. The class is documented, but its module is private.
+- ``_get_current_dispatch_mode`` tells whether such a mode is active.
 - ``torch._C._current_graph_task_id`` tells whether autograd's engine runs an operator. ``OpOverload._schema`` tells
   which arguments an operator writes and which outputs share memory with arguments. Neither has a public name.
 - ``aten._local_scalar_dense`` is an operator whose name has an underscore.
@@ -31,7 +32,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 READS_NUMBER = torch.ops.aten._local_scalar_dense.default
 """The operator that ``item()``, ``float()`` and ``bool()`` of a tensor run."""
@@ -57,6 +58,11 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+
+def mode_is_active() -> bool:
+    """Returns True if a dispatch mode sees the operators that the calling code runs."""
+    return _get_current_dispatch_mode() is not None
 
 
 def wraps(kind: type) -> bool:

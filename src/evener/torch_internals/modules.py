@@ -7,6 +7,9 @@
   ``Module.modules`` would take too long.
 - ``_BatchNorm`` and ``_DropoutNd`` are the base classes of torch's BatchNorms and Dropouts, also of classes that users
   derive from them. There is no public base class.
+- ``Module._forward_hooks``, ``_forward_pre_hooks``, ``_backward_hooks`` and ``_backward_pre_hooks`` hold the hooks of a
+  module, and ``_has_any_global_hook`` tells whether all modules have any. There is no public way to ask. A replayed
+  CUDA graph would silently leave them out.
 - ``_orig_mod``, ``_checkpoint_wrapped_module`` and ``_fsdp_wrapped_module`` are attributes in which ``torch.compile``
   and other wrappers hold the wrapped module. They become part of the names of parameters. They have no public name, and
   ``torch.distributed.checkpoint.state_dict`` removes them only for state dicts.
@@ -22,6 +25,7 @@ Tested with torch 2.11, 2.13, 2.15.
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
@@ -29,6 +33,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
 __all__ = [
     "COMPILED",
+    "HOLDERS",
     "WRAPPERS",
     "AnyBatchNorm",
     "AnyDropout",
@@ -37,11 +42,14 @@ __all__ = [
     "compiled_from",
     "dataset_of",
     "default_collate_fn_map",
+    "has_hooks",
     "own_buffers",
     "own_parameters",
 ]
 
 COMPILED = "_orig_mod"
+HOLDERS = ("_parameters", "_buffers", "_modules")
+"""Attributes of a module with what is found as if it were an attribute of its own."""
 WRAPPERS = (COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Attributes of ``torch.compile``, ``checkpoint_wrapper`` and FSDP's first version that hold the wrapped module."""
 
@@ -59,6 +67,12 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Returns the module's own buffers by name. Writing to the dict replaces them."""
     return module._buffers
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Returns True if calls of the module or their gradients have hooks, of its own or of all modules."""
+    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(own) or bool(modules._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def compiled_from(model: nn.Module) -> nn.Module | None:

@@ -37,6 +37,7 @@ from evener.distributed.session import Session
 from evener.distributed.shm.scoreboard import lent
 from evener.errors import ConfigurationError
 from evener.strategies.buffers import share_buffers
+from evener.strategies.cuda_graphs import notes_of
 from evener.training.activation_checkpoint_tuning import Recomputing
 from evener.training.batches.feed import BatchFeed
 from evener.training.batches.progress import Progress
@@ -243,7 +244,7 @@ class Engine:
         for step in self.step_sync.told():
             if self.observers.are_some:
                 self.observers.step(step.record())
-        for event in self.feed.new_events():
+        for event in (*self.feed.new_events(), *notes_of(self.learner, self.steps_done)):
             self.observers.event(event)
 
     # The user's own loop
@@ -292,8 +293,7 @@ class Engine:
         Raises:
             ConfigurationError: If there is no dataset.
         """
-        chosen = self.task.evaluate if dataset is None else dataset
-        if chosen is None:
+        if (chosen := self.task.evaluate if dataset is None else dataset) is None:
             raise ConfigurationError(
                 "there is nothing to evaluate on: give a dataset, or a Task with `evaluate=`"
             )

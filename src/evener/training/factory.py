@@ -179,6 +179,7 @@ def settings_of(config: RunConfig, strategy: Strategy, world_size: int) -> Strat
         batch_norm=config.batch_norm,
         fuses=config.fused_optimizer == "auto",
         lean=config.lean,
+        cuda_graphs=config.cuda_graphs,
         update_in_backward=config.update_in_backward,
         audit=config.audit,
         clip_norm=config.clip_norm,

@@ -23,6 +23,7 @@ from evener.core.records import RunStart, RunSummary
 from evener.distributed.environment import usable_cores
 from evener.hardware import accelerators
 from evener.hardware.cpu_time import CpuTime, cpu_time
+from evener.strategies.cuda_graphs import words_of_ranks
 from evener.strategies.description import describe
 from evener.training.engine import Engine
 from evener.training.profiling import ProfileOutcome, profile_text
@@ -48,6 +49,7 @@ class RankPart:
     """The peak number of offloaded bytes, by kind."""
     graphs: int
     graph_breaks: int
+    cuda_graphs: str = ""
     profile: ProfileOutcome | None = None
 
     @classmethod
@@ -72,6 +74,7 @@ class RankPart:
             learner.offloaded.peaks,
             learner.graphs.made,
             learner.graphs.breaks,
+            learner.replays.words if learner.replays else "",
             engine.profiler.outcome,
         )
 
@@ -129,6 +132,7 @@ class RunReport:
             about["exact"],
             about["batch_norm"],
             about["updates"],
+            learner.replays.words if learner.replays and learner.replays.reason else "",
             about["emulation"],
         )
 
@@ -229,6 +233,7 @@ class RunReport:
             recompute=engine.recomputing.description,
             offload=learner.offloaded.said([part.offloaded for part in parts]),
             graphs=[part.graphs for part in parts] if learner.graphs.names else [],
+            cuda_graphs=words_of_ranks([part.cuda_graphs for part in parts]),
             uncompiled=learner.graphs.uncompiled,
             graph_breaks=sum(part.graph_breaks for part in parts),
             skipped_steps=engine.guard.skipped,

@@ -11,6 +11,7 @@ OPTIMIZER_STATES = ("8bit",)
 BATCH_NORMS = ("exact", "local", "grain")
 EXACT = ("sums", "bits")
 FUSED_OPTIMIZER = ("auto", "no")
+CUDA_GRAPHS = ("off", "auto")
 COMPILE = ("auto", "blocks", "whole")
 COMPILE_CHECK = ("replace", "stop", "no")
 BACKEND = "inductor"

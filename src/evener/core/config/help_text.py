@@ -47,6 +47,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "compile_mode": "torch.compile's mode, such as reduce-overhead",
         "compile_backend": "torch.compile's backend",
         "compile_check": "wrong compiled code: replace, stop or no",
+        "cuda_graphs": "auto: replay steps of known shapes as CUDA graphs",
         "fused_optimizer": "use PyTorch's fused Adam: auto or no",
     },
     "memory": {

@@ -65,6 +65,7 @@ class Settings(LoopSettings, total=False):
     optimizer_state: str | None
     fused_optimizer: str
     lean: bool
+    cuda_graphs: str
     update_in_backward: bool
     evaluate_every: int
     run_dir: str | Path | None

@@ -238,6 +238,12 @@ class RunConfig:
     lean: bool = option(
         False, "watch no gradients and no memory: what is not finite is found by the loss, a step later"
     )
+    cuda_graphs: str = option(
+        "off",
+        "auto: replay forward and backward of batches of known shapes as CUDA graphs, with single and ddp, where the "
+        "model permits it; not yet tried on a GPU",
+        choices=choices.CUDA_GRAPHS,
+    )
     update_in_backward: bool = option(
         False,
         "update each parameter as soon as backward has its gradient, and free the gradient (less memory; the "

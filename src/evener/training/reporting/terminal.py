@@ -279,6 +279,7 @@ def summary_text(summary: RunSummary) -> str:
         summary.batch_norm,
         summary.updates,
         _graphs_text(summary) if summary.graphs else "",
+        summary.cuda_graphs,
         summary.emulation,
         summary.average,
         summary.profile,

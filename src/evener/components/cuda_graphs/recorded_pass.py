@@ -1,0 +1,120 @@
+"""One recorded forward and backward: two graphs, because the divisor of the loss arrives between them.
+
+::
+
+    batch ─copy▶ static inputs ─ forward graph ─▶ total ─copy▶ loss
+    gradient of the total ─copy▶ static ─ backward graph ─▶ static gradients of the parameters
+
+:class:`ReplayedPass` makes both one node of autograd, from the parameters to the loss. So all around it is as in an
+eager pass: hooks on gradients, buckets of DistributedDataParallel, accumulation, clipping and the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
+
+from evener.components.cuda_graphs.recorder import Recorder
+from evener.components.cuda_graphs.unfit import UnfitError, tensors_of
+from evener.data.batch import MicroBatch
+
+Pass = Callable[[MicroBatch], Tensor]
+"""Maps a micro-batch to its summed loss."""
+
+
+def gradients_of(
+    total: Tensor, parameters: Sequence[nn.Parameter], start: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of ``parameters``, on this thread, without accumulating them."""
+    if not total.requires_grad:
+        raise UnfitError("the loss depends on no parameter")
+    with torch.autograd.set_multithreading_enabled(False):
+        return torch.autograd.grad(total, parameters, start, allow_unused=True)
+
+
+class RecordedPass:
+    """The graphs of one shape.
+
+    Args:
+        micro: The micro-batch whose shape they have.
+        run: The eager forward pass.
+        parameters: Those that are trained.
+        written: Buffers whose version rises in the eager pass. Replays raise it too, since a graph does not.
+    """
+
+    replays = 0
+    """How often it has run."""
+    unchecked = 0
+    """How often it has run since it was last compared with an eager pass."""
+    sound_at = -1
+    """The step in which it was last found equal to an eager pass. -1 before the first."""
+
+    def __init__(
+        self,
+        micro: MicroBatch,
+        run: Pass,
+        parameters: Sequence[nn.Parameter],
+        recorder: Recorder,
+        written: Sequence[Tensor] = (),
+    ) -> None:
+        self._written = written
+        static = micro.map(lambda leaf: _copy_of(leaf) if isinstance(leaf, Tensor) else leaf)
+        self._inputs = list(tensors_of((static.inputs, static.targets)))
+        self._total, self._forward = recorder.record(lambda: run(static))
+        self._start = torch.ones_like(self._total)
+        found, self._backward = recorder.record(lambda: self._own_gradients(parameters))
+        pairs = [(p, each) for p, each in zip(parameters, found, strict=True) if each is not None]
+        self.parameters = [p for p, _ in pairs]
+        """The parameters that get a gradient."""
+        self.gradients = [gradient for _, gradient in pairs]
+        """Their gradients after :meth:`backward`, each in memory of its own that the next replay overwrites."""
+
+    def _own_gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """Copies each gradient: autograd may return one tensor for several parameters, or a part of the model."""
+        found = gradients_of(self._total, parameters, self._start)
+        if any(each is not None and each.layout is not torch.strided for each in found):
+            raise UnfitError("a gradient is sparse")
+        pairs = zip(parameters, found, strict=True)
+        return [None if each is None else torch.empty_like(p).detach().copy_(each) for p, each in pairs]
+
+    def forward(self, micro: MicroBatch) -> Tensor:
+        """Returns the summed loss of a micro-batch."""
+        increment_version(self._written)
+        for static, given in zip(self._inputs, tensors_of((micro.inputs, micro.targets)), strict=True):
+            static.copy_(given)
+        return self.forward_again()
+
+    def forward_again(self) -> Tensor:
+        """Returns the summed loss of the last micro-batch, computed again."""
+        self._forward.replay()
+        return self._total.detach().clone()
+
+    def backward(self, start: Tensor) -> list[Tensor]:
+        """Computes the gradients of ``start`` times the last loss. Returns :attr:`gradients`."""
+        self._start.copy_(start)
+        self._backward.replay()
+        return self.gradients
+
+
+class ReplayedPass(torch.autograd.Function):
+    """Replays a pass as one node of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, recorded: RecordedPass, micro: MicroBatch, *parameters: nn.Parameter) -> Tensor:
+        ctx.recorded = recorded
+        return recorded.forward(micro)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, start: Tensor) -> tuple[Tensor | None, ...]:
+        # Aliases, which autograd may make the gradients of the parameters without a copy.
+        return None, None, *(gradient.detach() for gradient in ctx.recorded.backward(start))
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor).copy_(tensor)
