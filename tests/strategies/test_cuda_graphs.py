@@ -26,8 +26,10 @@ from evener.components.cuda_graphs.recorder import RECORDERS
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.errors import DivergenceError
+from evener.strategies.cuda_graphs import words_of_ranks
 from evener.torch_internals.autograd import version
 from evener.training.engine import Engine
+from evener.training.reporting.terminal import summary_text
 from tests import tasks
 from tests.components.cuda_graphs.tape import TapeRecorder
 
@@ -204,6 +206,33 @@ def test_what_cannot_be_recorded_is_said_and_trains_as_ever(task: Task, words: s
     assert all(torch.equal(value, same[name]) for name, value in weights.items())
     assert replays.replayed == 0
     assert words in replays.reason
+
+
+class Remembering(torch.optim.SGD):
+    """Adds the difference from the gradient before, which it keeps without a copy."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, gradient = self.state[parameter], parameter.grad
+                parameter.data.sub_(0.1 * gradient + 0.05 * (gradient - state.get("before", gradient)))
+                state["before"] = gradient
+
+
+def test_an_optimizer_that_keeps_gradients_keeps_its_own() -> None:
+    task = of_model(convolutions, optimizer=Remembering)
+    (weights, losses, _), (same, same_losses, replays) = trained(task), trained(task, **GRAPHS)
+    assert losses == same_losses
+    assert all(torch.equal(value, same[name]) for name, value in weights.items())
+    assert "keeps gradients beyond their step" in replays.reason
+
+
+def test_inputs_that_a_pass_overwrites_are_those_of_the_batch() -> None:
+    class Centering(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.sub_(1).mul_(2))
+
+    assert_same_training(of_model(partial(Centering, 6, 3)), 8)
 
 
 @pytest.mark.parametrize(
@@ -428,10 +457,21 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 # Reports
 
 
-def test_the_run_tells_of_its_graphs(warm: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    del warm
+def test_the_run_tells_of_its_graphs() -> None:
     result = evener.fit(tasks.plain, processes=1, device="cpu", cuda_graphs="auto", show=False, epochs=4)
-    assert result.summary.cuda_graphs
+    assert result.summary.cuda_graphs == "2 CUDA graphs, replayed in 6 of 16 passes"
+    assert result.summary.cuda_graphs in summary_text(result.summary)
+
+
+def test_the_run_says_at_its_beginning_why_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    evener.fit(tasks.plain, processes=1, device="cpu", cuda_graphs="auto", steps=1, exact="bits")
+    assert "no CUDA graphs: exact=bits runs grain by grain" in capsys.readouterr().err
+
+
+def test_a_summary_names_the_ranks_that_differ() -> None:
+    assert words_of_ranks(["one", "one"]) == "one"
+    assert words_of_ranks(["one", "two"]) == "rank 0: one; rank 1: two"
+    assert words_of_ranks([str(rank) for rank in range(10)]).endswith("rank 7: 7; and on 2 more")
 
 
 # Several ranks

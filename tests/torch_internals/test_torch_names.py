@@ -353,6 +353,19 @@ def test_what_is_to_run_after_backward_runs_then() -> None:
             total.backward()
 
 
+def test_those_who_hold_a_storage_are_counted() -> None:
+    with borrowed("storages") as names:
+        gradient, weight = torch.zeros(2), nn.Parameter(torch.zeros(2))
+        place = names.address(gradient.untyped_storage())
+        alone = names.use_count(place)
+        weight.grad = gradient.detach()
+        kept = {"before": weight.grad}
+        weight.grad = None
+        assert names.use_count(place) > alone
+        kept.clear()
+        assert names.use_count(place) == alone
+
+
 def test_an_active_dispatch_mode_is_known() -> None:
     with borrowed("dispatch") as names:
         assert not names.mode_is_active()

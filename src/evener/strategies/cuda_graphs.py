@@ -20,6 +20,9 @@ from evener.strategies.learner import Learner
 from evener.strategies.steppers.oom_sizing import sends_in_passes
 from evener.strategies.steppers.plain import Plain
 
+_MOST_RANKS = 8
+"""Ranks whose graphs a summary describes."""
+
 
 def replays_of(learner: Learner, permits: bool) -> Replays | None:
     """Returns the CUDA graphs of a learner that is set up but for these; None if they are off.
@@ -87,4 +90,5 @@ def words_of_ranks(words: Sequence[str]) -> str:
     """Returns what the ranks say of their CUDA graphs as one text. ``words`` has a text for each rank."""
     if len(set(words)) < 2:
         return "".join(words[:1])
-    return "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(words))
+    more = f"; and on {len(words) - _MOST_RANKS} more" if len(words) > _MOST_RANKS else ""
+    return "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(words[:_MOST_RANKS])) + more

@@ -2,6 +2,8 @@
 
 - ``UntypedStorage._cdata`` is the address of a storage in C++. It identifies the storage that two tensors share; Python
   objects of a storage are the same only while somebody holds the object.
+- ``torch._C._storage_Use_Count`` counts who holds a storage, in Python and in C++: tensors, and its Python object. A
+  CUDA graph writes to the same memory again and again, and must know if somebody has kept it.
 - ``UntypedStorage.resize_`` is public, but modes do not see it. FSDP2 frees and allocates memory with it. So it is
   wrapped while there is a listener.
 - ``UntypedStorage._share_fd_cpu_`` moves the contents of a storage in place into a file without a name. All views of
@@ -36,6 +38,9 @@ DIRECTORY = "/dev/shm"
 
 address: Callable[[UntypedStorage], int] = attrgetter("_cdata")
 """Returns a number that identifies a storage while it lives. Another storage may have it later."""
+
+use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""Returns how many tensors and other objects hold the storage with that :func:`address`, which must live."""
 
 Resized = Callable[[UntypedStorage], None]
 _listeners: list[Resized] = []

@@ -36,6 +36,10 @@ def test_what_two_replays_differ_an_eager_pass_may_differ() -> None:
     assert difference(VALUES, changed("w", 1e-3), changed("w", 0.6e-3)) == ""
 
 
+def test_replays_that_are_far_apart_excuse_nothing() -> None:
+    assert difference(VALUES, changed("w", 0.5), changed("w", -0.5)).startswith("w, by 5.0e-01")
+
+
 def test_nothing_is_allowed_with_deterministic_algorithms() -> None:
     torch.use_deterministic_algorithms(True)
     try:

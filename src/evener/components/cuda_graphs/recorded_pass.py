@@ -22,6 +22,7 @@ from torch.autograd.graph import increment_version
 from evener.components.cuda_graphs.recorder import Recorder
 from evener.components.cuda_graphs.unfit import UnfitError, tensors_of
 from evener.data.batch import MicroBatch
+from evener.torch_internals.storages import address, use_count
 
 Pass = Callable[[MicroBatch], Tensor]
 """Maps a micro-batch to its summed loss."""
@@ -65,34 +66,40 @@ class RecordedPass:
         self._written = written
         static = micro.map(lambda leaf: _copy_of(leaf) if isinstance(leaf, Tensor) else leaf)
         self._inputs = list(tensors_of((static.inputs, static.targets)))
-        self._total, self._forward = recorder.record(lambda: run(static))
-        self._start = torch.ones_like(self._total)
-        found, self._backward = recorder.record(lambda: self._own_gradients(parameters))
+        total, self._forward = recorder.record(lambda: run(static))
+        self._start = torch.ones_like(total)
+        found, self._backward = recorder.record(lambda: self._own_gradients(total, parameters))
+        # Without its nodes of autograd, since those that accumulate gradients would keep to the recorder's stream.
+        self._total = total.detach()
         pairs = [(p, each) for p, each in zip(parameters, found, strict=True) if each is not None]
         self.parameters = [p for p, _ in pairs]
         """The parameters that get a gradient."""
         self.gradients = [gradient for _, gradient in pairs]
         """Their gradients after :meth:`backward`, each in memory of its own that the next replay overwrites."""
 
-    def _own_gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        self._storages = [address(gradient.untyped_storage()) for gradient in self.gradients]
+        self._holders = list(map(use_count, self._storages))
+
+    @property
+    def is_kept(self) -> bool:
+        """True if somebody holds a gradient of the last replay, which the next one would overwrite."""
+        return list(map(use_count, self._storages)) != self._holders
+
+    def _own_gradients(self, total: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         """Copies each gradient: autograd may return one tensor for several parameters, or a part of the model."""
-        found = gradients_of(self._total, parameters, self._start)
+        found = gradients_of(total, parameters, self._start)
         if any(each is not None and each.layout is not torch.strided for each in found):
             raise UnfitError("a gradient is sparse")
         pairs = zip(parameters, found, strict=True)
-        return [None if each is None else torch.empty_like(p).detach().copy_(each) for p, each in pairs]
+        return [None if each is None else torch.empty_like(p).copy_(each) for p, each in pairs]
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Returns the summed loss of a micro-batch."""
         increment_version(self._written)
         for static, given in zip(self._inputs, tensors_of((micro.inputs, micro.targets)), strict=True):
             static.copy_(given)
-        return self.forward_again()
-
-    def forward_again(self) -> Tensor:
-        """Returns the summed loss of the last micro-batch, computed again."""
         self._forward.replay()
-        return self._total.detach().clone()
+        return self._total.clone()
 
     def backward(self, start: Tensor) -> list[Tensor]:
         """Computes the gradients of ``start`` times the last loss. Returns :attr:`gradients`."""

@@ -76,6 +76,7 @@ class Replays:
         self._recorder: Recorder | None = None
         self._graphs: GraphCache[RecordedPass] = GraphCache()
         self._state: HostState | None = None
+        self._last: RecordedPass | None = None
         self._trained: dict[nn.Parameter, str] = {}
         self._lent: set[int] = set()
         self._handles: list[Any] = []
@@ -87,7 +88,7 @@ class Replays:
         if not self.replayed:
             return f"no CUDA graphs: {self.reason or 'no shape of batch has come often enough'}"
         later = f"; none any more: {self.reason}" if self.reason else ""
-        return f"{self.replayed:,} of {self.passes:,} passes replayed {self.recorded} CUDA graphs{later}"
+        return f"{self.recorded} CUDA graphs, replayed in {self.replayed:,} of {self.passes:,} passes{later}"
 
     def run(self, micro: MicroBatch, eager: Pass) -> Tensor:
         """Returns the summed loss of a micro-batch, with a node of autograd, by a replay if that is possible.
@@ -99,14 +100,18 @@ class Replays:
         scope = current()
         if self.reason or scope is None or not self._is_usual(micro):
             return eager(micro)
+        self._keep_lent()
+        if self._last is not None and self._last.is_kept:
+            self._give_up("the optimizer or something else keeps gradients beyond their step", scope.step)
+            return eager(micro)
         self._forget_changed(scope.step)
         recorded = self._graph_for(micro, eager, scope)
         if recorded is None:
             return eager(micro)
-        self._keep_lent()
         recorded.replays += 1
         if is_compared(recorded.replays):
             return self._compared(recorded, micro, eager, scope.step)
+        self._last = recorded
         self.replayed += 1
         recorded.unchecked += 1
         total: Tensor = ReplayedPass.apply(recorded, micro, *recorded.parameters)  # type: ignore[no-untyped-call]
@@ -115,7 +120,7 @@ class Replays:
     def close(self) -> None:
         """Frees the graphs and their memory."""
         self._graphs.clear()
-        self._recorder = self._state = None
+        self._recorder = self._state = self._last = None
         self._drop_handles()
 
     def _is_usual(self, micro: MicroBatch) -> bool:
@@ -143,7 +148,6 @@ class Replays:
     def _recorded(self, micro: MicroBatch, eager: Pass, scope: Scope) -> RecordedPass | None:
         """Records the pass of a micro-batch. Leaves no trace in the model. Returns None if it cannot be recorded."""
         self._slowed()
-        self._keep_lent()
         self._drop_handles()
         before, state = PassState(self._model, self._device), self._state
         watch = ScopeWatch(scope.samples, scope.step, scope.seed, scope.weight, scope.group, scope.sequence)
@@ -208,8 +212,8 @@ class Replays:
             return eager(micro)
         self._slowed()
         self._drop_handles()
-        before = PassState(self._model, self._device)
-        first = {"the loss": recorded.forward(micro), **PassState(self._model, self._device).buffers}
+        before, given = PassState(self._model, self._device), micro.map(_cloned)
+        first = {"the loss": recorded.forward(given), **PassState(self._model, self._device).buffers}
         before.restore()
         try:
             total = eager(micro)
@@ -228,7 +232,7 @@ class Replays:
             after = PassState(self._model, self._device)
             replay = first | self._copies(recorded, start)
             before.restore()
-            again = {"the loss": recorded.forward_again(), **PassState(self._model, self._device).buffers}
+            again = {"the loss": recorded.forward(given), **PassState(self._model, self._device).buffers}
             again |= self._copies(recorded, start)
             after.restore()
             known = {"the loss": total.detach(), **after.buffers}

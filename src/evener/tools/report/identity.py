@@ -19,6 +19,7 @@ _NOTES = (
     "offload",
     "optimizer",
     "optimizer_state",
+    "cuda_graphs",
     "exact",
     "batch_norm",
     "updates",
