@@ -227,6 +227,24 @@ def test_an_optimizer_that_keeps_gradients_keeps_its_own() -> None:
     assert "keeps gradients beyond their step" in replays.reason
 
 
+def test_a_weight_of_the_loss_gets_its_gradient() -> None:
+    temperature = nn.Parameter(torch.ones(()))
+    loss = evener.SumLoss(
+        count=len,
+        total=lambda outputs, targets: F.cross_entropy(outputs * temperature, targets, reduction="sum"),
+    )
+
+    def train(**settings: Any) -> tuple[float, Any]:
+        temperature.grad = None
+        replays = trained(replace(tasks.plain(), loss=loss), **settings)[2]
+        assert temperature.grad is not None
+        return temperature.grad.item(), replays
+
+    (value, _), (same, replays) = train(), train(**GRAPHS)
+    assert value == same
+    assert "no parameter of the model" in replays.reason
+
+
 def test_inputs_that_a_pass_overwrites_are_those_of_the_batch() -> None:
     class Centering(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -414,8 +432,11 @@ def test_replays_count_as_writes_to_buffers() -> None:
     assert all(before < after for before, after in pairwise(versions))
 
 
-def test_a_mode_that_watches_operators_sees_them() -> None:
-    with FlopCounterMode(display=False):
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("anomalies", [False, True])
+def test_who_watches_the_operators_sees_them(anomalies: bool) -> None:
+    watching = torch.autograd.detect_anomaly(False) if anomalies else FlopCounterMode(display=False)
+    with watching:
         replays = trained(of_model(Scaled), **GRAPHS)[2]
     assert replays.recorded == replays.replayed == 0
 
@@ -461,6 +482,21 @@ def test_the_run_tells_of_its_graphs() -> None:
     result = evener.fit(tasks.plain, processes=1, device="cpu", cuda_graphs="auto", show=False, epochs=4)
     assert result.summary.cuda_graphs == "2 CUDA graphs, replayed in 6 of 16 passes"
     assert result.summary.cuda_graphs in summary_text(result.summary)
+
+
+def test_the_records_show_the_steps_that_were_slow() -> None:
+    """The balancer learns nothing from a step that records or compares a graph."""
+    counts: list[int] = []
+
+    class Counted(evener.Observer):
+        def step(self, record: Any) -> None:
+            counts.append(sum(record.graphs))
+
+    with mock.patch(f"{__name__}.Engine", partial(Engine, observers=[Counted()])):
+        replays = trained(tasks.plain(), epochs=2, **GRAPHS)[2]
+    slow = [step for step, (before, after) in enumerate(pairwise([0, *counts])) if after > before]
+    assert slow == [2, 4, 6]  # the third of 13 samples is recorded and compared; replays 2 and 4 are compared
+    assert replays.recorded == 1
 
 
 def test_the_run_says_at_its_beginning_why_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,12 +41,13 @@ class CudaRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        before = torch.cuda.current_stream(self._stream.device)
+        before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
             yield

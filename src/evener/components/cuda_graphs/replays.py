@@ -28,7 +28,13 @@ from evener.components.cuda_graphs.pass_state import PassState, host_draws
 from evener.components.cuda_graphs.recorded_pass import Pass, RecordedPass, ReplayedPass, gradients_of
 from evener.components.cuda_graphs.recorder import RECORDERS, Recorder
 from evener.components.cuda_graphs.shapes import GraphCache, UnknownShapeError, shape_of
-from evener.components.cuda_graphs.unfit import OperatorWatch, ScopeWatch, UnfitError, hooked_module
+from evener.components.cuda_graphs.unfit import (
+    OperatorWatch,
+    ScopeWatch,
+    UnfitError,
+    hooked_module,
+    leaves_of,
+)
 from evener.components.model_with_loss import Replica
 from evener.core.task.task import Task
 from evener.data.batch import MicroBatch
@@ -126,8 +132,9 @@ class Replays:
     def _is_usual(self, micro: MicroBatch) -> bool:
         """Returns False for a pass that is special, or runs under something that must see its operators."""
         autocasts = torch.is_autocast_enabled(self._device.type)
-        is_apart = micro.weight != 1 or micro.sequence is not None or autocasts
-        return torch.is_grad_enabled() and not is_apart and not mode_is_active()
+        is_apart = micro.weight != 1 or micro.sequence is not None
+        is_watched = mode_is_active() or torch.is_anomaly_enabled()
+        return torch.is_grad_enabled() and not (is_apart or is_watched or autocasts)
 
     def _graph_for(self, micro: MicroBatch, eager: Pass, scope: Scope) -> RecordedPass | None:
         """Returns the graph for a micro-batch, which may be recorded now, or None if there is none."""
@@ -195,6 +202,8 @@ class Replays:
         drawn, copied = host_draws(self._device), micro.map(_cloned)
         with recorder.warming_up(), OperatorWatch(self._device, kept):
             total = eager(copied)
+            if not leaves_of(total) <= set(trained):
+                raise UnfitError("backward gives a gradient to a tensor that is no parameter of the model")
             gradients_of(total, trained, torch.ones_like(total))
         if change := state.change():
             raise UnfitError(f"forward or backward changes {change}, which a replay would not")

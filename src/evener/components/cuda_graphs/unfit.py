@@ -82,6 +82,21 @@ class OperatorWatch(DispatchMode):
         return self._device.type != "cpu" and any(each.device.type == "cpu" for each in tensors_of(tree))
 
 
+def leaves_of(total: Tensor) -> set[Tensor]:
+    """Returns the tensors whose gradients backward from ``total`` would accumulate."""
+    found, seen, todo = set[Tensor](), set[Any](), [total.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            found.add(leaf)
+        todo.extend(below for below, _ in node.next_functions)
+    return found
+
+
 def hooked_module(model: nn.Module) -> str:
     """Returns the name of a module with hooks on its calls or their gradients; "" if there is none."""
     return next(
