@@ -117,7 +117,7 @@ adamw = partial(torch.optim.AdamW, lr=1e-2)
         (of_model(Odd, train=TensorDataset(tasks.draws(48, 6), tasks.classes(48, 3))), {"micro_batch": 4}),
         (tasks.penalty(), {"non_finite": "skip"}),
         (tasks.layouts(), {}),
-        (tasks.summed(), {}),
+        (tasks.summed(), {"lean": True}),
     ],
     ids=["sgd", "adamw", "convolutions", "bf16", "odd", "micro-batches", "penalty", "layouts", "summed"],
 )
@@ -559,7 +559,15 @@ def test_what_runs_over_ranks_in_other_ways_is_named(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"micro_batch": 4}], ids=str)
-def test_a_gpu_trains_the_same_with_graphs(settings: dict[str, Any]) -> None:
-    replays = assert_same_training(of_model(convolutions), 40, device="cuda", epochs=40, **settings)
-    assert not replays.reason
+@pytest.mark.parametrize(
+    ("settings", "rtol"), [({}, 1e-3), ({"precision": "bf16"}, 3e-2), ({"micro_batch": 4}, 1e-3)], ids=str
+)
+def test_a_gpu_trains_the_same_with_graphs(settings: dict[str, Any], rtol: float) -> None:
+    """Two shapes take turns, with dropout. Where memory lies may change the order of a sum."""
+    task = of_model(convolutions)
+    with mock.patch.object(torch.backends.cudnn, "deterministic", True):
+        _, losses, _ = trained(task, device="cuda", **settings)
+        _, same, replays = trained(task, device="cuda", **settings, **GRAPHS)
+    torch.testing.assert_close(losses, same, rtol=rtol, atol=rtol)
+    assert not replays.reason, replays.reason
+    assert replays.replayed > 8
