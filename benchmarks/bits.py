@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import evener
@@ -80,22 +79,24 @@ def exact(blocks: Blocks, all_reduce: AllReduce | None) -> Callable[[], None]:
 def measure(turns: int, number: int) -> list[tuple[int, float, float]]:
     """Returns for each size the medians of both, in seconds."""
     torch.set_num_threads(1)
-    all_reduce = make() if dist.is_initialized() and dist.get_world_size() > 1 else None
-    found = []
-    for size in SIZES:
-        blocks = drawn(size, number)
-        steps = [make_step(blocks, all_reduce) for make_step in (plain, exact)]
-        times: list[list[float]] = [[], []]
-        for turn in range(turns + 5):
-            for own, step in zip(times, steps, strict=True):
-                began = time.thread_time()
-                step()
-                if turn >= 5:
-                    own.append(time.thread_time() - began)
-        found.append((size, statistics.median(times[0]), statistics.median(times[1])))
-    if all_reduce is not None:
-        all_reduce.close()
+    with evener.Session(device="cpu") as session:
+        all_reduce = make() if session.world_size > 1 else None
+        found = [(size, *_medians(drawn(size, number), all_reduce, turns)) for size in SIZES]
+        if all_reduce is not None:
+            all_reduce.close()
     return found
+
+
+def _medians(blocks: Blocks, all_reduce: AllReduce | None, turns: int) -> tuple[float, float]:
+    steps = [make_step(blocks, all_reduce) for make_step in (plain, exact)]
+    times: list[list[float]] = [[], []]
+    for turn in range(turns + 5):
+        for own, step in zip(times, steps, strict=True):
+            began = time.thread_time()
+            step()
+            if turn >= 5:
+                own.append(time.thread_time() - began)
+    return statistics.median(times[0]), statistics.median(times[1])
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evener.components.exact_sum import grid
+from evener.components.exact_sum import gradients, grid
 from evener.components.exact_sum.gradients import ExactGradients
 from evener.errors import ConfigurationError
 
@@ -103,6 +103,33 @@ def test_a_hundred_thousand_orders_and_groupings_give_one_sum() -> None:
         assert torch.equal(sum(parts[::-1], start=torch.zeros(1000, 7, dtype=torch.float64)), first)
         differ += int((terms[order].cumsum(1)[:, -1] != terms.sum(0)).any(1).sum())
     assert differ > 90_000, "a trial that can fail"
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_sum_is_that_of_blocks_that_are_rounded_one_by_one(
+    number: int, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is left in it for the next block, and however many tensors are rounded together."""
+    monkeypatch.setattr(gradients, "_AT_ONCE", 16)
+    unit, shapes = -45, {"a": (3, 5), "b": (2, 3, 2, 2), "c": (7,), "d": ()}
+    blocks = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(number)]
+    blocks[0]["b"] = blocks[0]["b"].to(memory_format=torch.channels_last)
+    own, expected = (
+        rank_of(blocks, unit),
+        {name: torch.zeros(shape).double() for name, shape in shapes.items()},
+    )
+    for block in blocks:
+        own.add(block)
+        rounded = {name: gradient.double() for name, gradient in block.items()}
+        grid.round_each(list(rounded.values()), [unit] * len(rounded))
+        for name, total in expected.items():
+            total += rounded[name]
+            assert not looks or torch.equal(own.local(name), total)
+    flat = own.packed(list(shapes))
+    assert flat[:-4].tolist() == torch.cat([total.reshape(-1) for total in expected.values()]).tolist()
+    for name, total in own.of_one_rank().items():
+        assert torch.equal(total, expected[name])
 
 
 @pytest.mark.parametrize("unit", [-46, -56])

@@ -17,6 +17,10 @@ Why the sum of a tensor's gradients over blocks of samples has one result:
 6. The next unit is a function of the unit and the count. So it is the same on all divisions of the work, too, and a
    count of about ``2**26`` leaves room for blocks that are 16 times larger, and 47 bits below their sum.
 
+The subtraction of 1 can wait until the next block, which is rounded with ``-M``: ``(s + M) + (g - M)`` is the sum of
+``s`` and the rounded ``g``. For as long as ``|s| <= 2**51 * u``, which 3 says, ``s + M`` lies where float64 numbers are
+``u`` apart, too, and ``M`` is an even multiple of ``u``, so that halves are rounded to the same side with either sign.
+
 Infinities and NaN pass through 1 and 2. Their count is infinite, and no limbs are made.
 """
 
@@ -89,15 +93,15 @@ def scale_of_count(unit: int) -> float:
     return math.ldexp(1.0, -(unit + _COUNTED))
 
 
-def counted(largest: Tensor, scales: Tensor) -> Tensor:
-    """Returns the count of each tensor of a block, in float64.
+def counted(largest: float, scale: float) -> float:
+    """Returns the count of a tensor of a block.
 
     Args:
-        largest: The largest absolute value of each tensor, in float64.
-        scales: The :func:`scale_of_count` of each.
+        largest: The largest absolute value of the tensor.
+        scale: Its :func:`scale_of_count`.
     """
-    counts = (largest * scales).ceil()
-    return torch.where(counts.isfinite(), counts.clamp(max=_LARGEST_COUNT), math.inf)
+    count = largest * scale
+    return float(math.ceil(min(count, _LARGEST_COUNT))) if count < math.inf else math.inf
 
 
 def next_unit(unit: int, count: float) -> int:
