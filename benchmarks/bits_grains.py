@@ -91,10 +91,11 @@ def networks() -> list[Network]:
 
 
 def passes(model: nn.Module, inputs: Tensor, targets: Tensor, grain: int) -> None:
-    """Forward and backward of all samples, grain after grain."""
+    """Forward and backward of all samples, grain after grain. The gradients of each are taken, as of a block of one
+    grain, and not added up by autograd: `benchmarks.bits` has the sum in place of that."""
     for part, wanted in zip(inputs.split(grain), targets.split(grain), strict=True):
         nn.functional.cross_entropy(model(part), wanted, reduction="sum").backward()
-    model.zero_grad()
+        model.zero_grad()
 
 
 def measured(network: Network, turns: int) -> dict[int, list[float]]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
 from torch import nn
 
+from evener.components.exact_sum.gradients import ExactGradients
 from evener.components.gradients import check_sound
 from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
@@ -35,12 +37,19 @@ class NoSync(Synchronizer):
 
     def complete(self) -> tuple[str, ...]:
         if self._learner.exact is not None:
-            add_block(self._learner, self._trained)
-            for name, total in self._learner.exact.of_one_rank().items():
-                parameter = self._trained[name]
-                parameter.grad = total.to(parameter.dtype, copy=True)
+            self._take_sums(self._learner.exact)
         self._learner.work_timer.work_done()
         return ()
+
+    def _take_sums(self, exact: ExactGradients) -> None:
+        """Adds the last block, and puts the sums in place of its gradients."""
+        trained = self._trained
+        exact.add({name: p.grad for name, p in trained.items() if p.grad is not None})
+        for name, total in exact.of_one_rank().items():
+            parameter = trained[name]
+            if parameter.grad is None:  # in this block
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(total)
 
     @property
     def _trained(self) -> dict[str, nn.Parameter]:
