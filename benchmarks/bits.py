@@ -6,6 +6,7 @@ ranks, one thread each, in turns; the all-reduce is the default. Told is the thr
 disturb less. `benchmarks.bits_grains` says what grains cost.
 
 python -m benchmarks.bits [--turns 15] [--blocks 4]
+python -m benchmarks.bits --audit 0.01 [--turns 15]
 """
 
 from __future__ import annotations
@@ -14,22 +15,31 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import evener
+from benchmarks.bits_grains import SAMPLES, networks
 from benchmarks.drawn import randn
-from benchmarks.results import Table, Value, cell, record
+from benchmarks.results import Table, Value, cell, record, spread
 from evener.collectives.base import AllReduce
 from evener.collectives.registry import make
 from evener.components.exact_sum.gradients import ExactGradients
+from evener.core.task.task import Task
 from evener.torch_internals.foreach import add_each
+from evener.training.engine import Engine
 
 SIZES = (50_000, 500_000, 5_000_000)
 STEP_SECONDS = 0.020
 """A step beside which the cost is told."""
 LAYERS = 8
+STEPS = 50
+"""Steps of a turn with audits or without."""
 
 Blocks = list[dict[str, Tensor]]
 
@@ -105,10 +115,57 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--audit", type=float, default=0.0, help="measure this in place of the sums")
     given = parser.parse_args()
+    if given.audit:
+        columns = ["network (parameters)", "without audits", f"--audit {given.audit:g}"]
+        found = evener.launch(audited, given.turns, given.audit, processes=2, device="cpu")[0]
+        record("bits", "steps of two ranks", Table(columns, found, "time over that without audits"))
+        return
     columns = ["ranks, parameters", "plain", "exact", "more, of a step of 20 ms"]
     title = f"sums of {given.blocks} block{'s' * (given.blocks > 1)} a rank"
     record("bits", title, Table(columns, rows(given.turns, given.blocks)))
+
+
+def audited(turns: int, audit: float) -> list[list[Value]]:
+    """Returns a row for each network: the time of whole steps of 16 blocks with audits and without, in turns of
+    STEPS each. Audited blocks are rare, so that times are means over the steps of a turn."""
+    found = list[list[Value]]()
+    with evener.Session(device="cpu") as session:
+        for network in (networks()[0], networks()[2]):
+            samples = TensorDataset(network.inputs.repeat_interleave(16, 0), network.targets.repeat(16))
+            task = Task(
+                model=network.model,
+                loss=nn.CrossEntropyLoss(),
+                optimizer=partial(torch.optim.SGD, lr=1e-3),
+                train=samples,
+                batch_size=SAMPLES,
+            )
+            settings: dict[str, Any] = {"exact": "bits", "balance": "equal", "epochs": 10**6}
+            with (
+                Engine(task, session=session, **settings) as usual,
+                Engine(task, session=session, audit=audit, **settings) as checked,
+            ):
+                seconds = _in_turns([usual, checked], turns)
+            size = sum(parameter.numel() for parameter in usual.model.parameters())
+            ratios = [b / a for a, b in zip(*seconds, strict=True)]
+            usual_ms, checked_ms = (1e3 * statistics.median(each) for each in seconds)
+            more = cell(checked_ms, "ms", ratio=statistics.median(ratios), spread=spread(ratios))
+            found.append([f"{network.name} ({size / 1e3:,.0f} k)", cell(usual_ms, "ms"), more])
+    return found
+
+
+def _in_turns(engines: list[Engine], turns: int) -> list[list[float]]:
+    """Returns for each engine the mean seconds of a step in each turn."""
+    feeds, seconds = [engine.batches() for engine in engines], [list[float]() for _ in engines]
+    for turn in range(turns + 1):
+        for engine, feed, own in zip(engines, feeds, seconds, strict=True):
+            began = time.perf_counter()
+            for batch in islice(feed, STEPS):
+                engine.step(batch)
+            if turn:
+                own.append((time.perf_counter() - began) / STEPS)
+    return seconds
 
 
 def rows(turns: int, blocks: int) -> Iterator[list[Value]]:

@@ -1,4 +1,4 @@
-"""The draw of audited blocks: alike on all ranks, by what a block is and not by who computes it."""
+"""The draw of audited blocks: alike on all ranks, and each block with the same chance."""
 
 from __future__ import annotations
 
@@ -7,14 +7,25 @@ from collections import Counter
 from evener.data.audits import drawn_blocks
 
 
-def test_a_block_is_drawn_by_its_place_alone() -> None:
-    for batch in range(50):
-        place = (1, 64 * batch)
-        one = drawn_blocks(0.3, 7, place, [0] * 16, 3)
-        other = drawn_blocks(0.3, 7, place, [0, 1, 2, 0] * 4, 3)
-        alone = drawn_blocks(0.3, 7, place, [2] * 9, 3)
-        assert [each.block for each in one] == [each.block for each in other]
-        assert [each.block for each in alone] == [each.block for each in one if each.block < 9]
+def test_all_ranks_audit_in_the_same_batches() -> None:
+    """So that no rank waits for the audits of another."""
+    sizes = Counter[int]()
+    for batch in range(400):
+        drawn = drawn_blocks(0.02, 7, (1, 64 * batch), [0, 0, 1, 1, 2, 2, 3, 3], 4)
+        sizes[len(drawn)] += 1
+        assert sorted(each.auditor for each in drawn) in ([], [0, 1, 2, 3])
+        assert all(each.auditor != each.owner for each in drawn)
+    assert set(sizes) == {0, 4}
+    assert abs(sizes[4] - 16) < 16, "4 standard deviations"
+
+
+def test_each_block_has_the_same_chance() -> None:
+    """With unequal shares, too, and for a rank without blocks."""
+    blocks = Counter[int]()
+    for batch in range(4000):
+        drawn = drawn_blocks(0.25, 3, (0, 64 * batch), [0, 2, 2, 2, 2, 2, 2], 4)
+        blocks.update(each.block for each in drawn)
+    assert all(abs(blocks[block] - 1000) < 110 for block in range(7)), "4 standard deviations"
 
 
 def test_places_and_seeds_draw_apart() -> None:

@@ -24,15 +24,23 @@ def bit_digest(tensor: Tensor, number: int = 0) -> Tensor:
     Args:
         number: Digests with different numbers may be added: they are multiplied by different odd numbers.
     """
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     words = (flat + 0.0 if flat.is_floating_point() else flat).view(_INTEGERS[flat.element_size()])
-    factors = _factors(words.device)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for row, piece in enumerate(torch.split(words, _WIDTH)):
-        total += (piece.long() * factors[: len(piece)]).sum() * odd_number(row)
-    return total * odd_number(number)
+    factors, total = _factors(words.device), None
+    for row in range(max(1, -(-len(words) // _WIDTH))):
+        piece = words[row * _WIDTH : (row + 1) * _WIDTH]
+        part = (piece.long() * factors[: len(piece)]).sum() * _product(row, number)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+@cache
+def _product(row: int, number: int) -> int:
+    """Returns the product of two odd numbers as a signed number of 64 bits."""
+    return (odd_number(row) * odd_number(number) + 2**63) % 2**64 - 2**63
 
 
 @cache

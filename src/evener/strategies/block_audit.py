@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,8 @@ class BlockAudit:
     """Takes and compares the digests of the audited blocks of this rank.
 
     Args:
-        learner: Computes the blocks. Hooks on its parameters must come before those of its synchronizer.
+        learner: Computes the blocks. Its synchronizer must leave gradients alone until the hooks of their parameters
+            have run, in whatever order these were registered.
 
     Raises:
         ConfigurationError: If there is no other rank, or gradients do not stay whole on a rank until they are summed.
@@ -90,8 +91,6 @@ class BlockAudit:
         self._seen: set[Tensor] = set()
         self.blocks = 0
         """The number of blocks that were compared so far, on all ranks."""
-        for parameter in self._numbers:
-            parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
 
     @property
     def words(self) -> str:
@@ -110,15 +109,15 @@ class BlockAudit:
             yield
             return
         self._open, self._seen = digest, set()
-        try:
+        with ExitStack() as stack:
+            stack.callback(setattr, self, "_open", None)
+            for parameter in self._numbers:  # not before: each grain would call them
+                hook = parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+                stack.callback(hook.remove)
             yield
-            for parameter in (
-                self._numbers.keys() - self._seen
-            ):  # of which other grains of the block have gradients
+            for parameter in self._numbers.keys() - self._seen:  # with gradients of other grains of the block
                 if parameter.grad is not None:
                     self._arrived(parameter)
-        finally:
-            self._open = None
 
     def _arrived(self, parameter: Tensor) -> None:
         """Called in backward when the gradient of a parameter is complete on this rank."""
