@@ -6,23 +6,23 @@ them, bit by bit. A repetition on the same device would find no fault that is al
     rank 0    blocks 0 1 2 3 ───────────────── digest of 2 ─┐
     rank 1    block 2 ─ digest, forgets ─ blocks 4 5 6 7   ─┴─▶ equal, or rank 2 decides ─ update, or an error
 
-Both take the digest of what the block has added to each gradient, when its last backward leaves it there: so it is
-computed before anything is summed with other blocks. The auditor computes the block before its own, and restores what
-that has changed. Both also take a digest of the samples, because what was read otherwise is not computed wrongly.
+Both take the digest of the block's gradients where they come to be summed with those of other blocks: every strategy
+passes them to :class:`~evener.components.exact_sum.gradients.ExactGradients`, whole. The auditor computes the block
+before its own, and restores what that has changed. Both also take a digest of the samples, because what was read
+otherwise is not computed wrongly.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from evener.components.bit_digest import bit_digest
 from evener.components.buffer_snapshot import BufferSnapshot
-from evener.components.sharded_tensor.shard_spec import divided
 from evener.data.audits import AuditedBlock
 from evener.data.batch import Batch, MicroBatch, map_leaves
 from evener.errors import ConfigurationError, DataError, DivergenceError
@@ -66,11 +66,10 @@ class BlockAudit:
     """Takes and compares the digests of the audited blocks of this rank.
 
     Args:
-        learner: Computes the blocks. Its synchronizer must leave gradients alone until the hooks of their parameters
-            have run, in whatever order these were registered.
+        learner: Computes the blocks.
 
     Raises:
-        ConfigurationError: If there is no other rank, or gradients do not stay whole on a rank until they are summed.
+        ConfigurationError: If there is no other rank, or a rank cannot compute a block without the others.
     """
 
     def __init__(self, learner: Learner) -> None:
@@ -79,16 +78,15 @@ class BlockAudit:
             raise ConfigurationError(
                 "audit compares what two ranks compute, and there is one rank: leave audit out, or take more ranks"
             )
-        if any(True for _ in divided(learner.model)):
+        if learner.synchronizer.gathers_in_passes:
             raise ConfigurationError(
-                f"audit looks at whole gradients, and strategy {learner.name!r} divides them: use ddp, or leave audit "
-                "out"
+                f"audit has a rank compute a block by itself, and with strategy {learner.name!r} ranks meet in each "
+                "pass, to gather weights: use ddp, or sharded with zero=1 or zero=2, or leave audit out"
             )
-        held = {p for group in learner.optimizer.param_groups for p in group["params"]}
-        self._numbers = {p: at for at, p in enumerate(learner.names) if p in held and p.requires_grad}
+        assert learner.exact is not None
+        self._exact = learner.exact
+        self._numbers = {name: at for at, name in enumerate(learner.names.values())}
         self._found: dict[int, BlockDigest] = {}
-        self._open: BlockDigest | None = None
-        self._seen: set[Tensor] = set()
         self.blocks = 0
         """The number of blocks that were compared so far, on all ranks."""
 
@@ -99,47 +97,35 @@ class BlockAudit:
         part = 100 * self._learner.settings.audit
         return f"{part:.3g} % of all blocks are computed by two ranks{found}"
 
-    @contextmanager
-    def backward(self, micro: MicroBatch, term: Tensor) -> Iterator[None]:
-        """Context for the backward of a grain of an audited block."""
-        assert micro.audit is not None
-        digest = self._found.setdefault(micro.audit, BlockDigest(self._learner.session.device))
-        digest.add(micro, term)
-        if not micro.ends_block:
-            yield
-            return
-        self._open, self._seen = digest, set()
-        with ExitStack() as stack:
-            stack.callback(setattr, self, "_open", None)
-            for parameter in self._numbers:  # not before: each grain would call them
-                hook = parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
-                stack.callback(hook.remove)
-            yield
-            for parameter in self._numbers.keys() - self._seen:  # with gradients of other grains of the block
-                if parameter.grad is not None:
-                    self._arrived(parameter)
+    def begin_grain(self, micro: MicroBatch, term: Tensor) -> None:
+        """Called before the backward of each grain. What is passed to the sum until the next one are the gradients of
+        its block."""
+        self._exact.watch = None
+        if micro.audit is not None:
+            digest = self._found.setdefault(micro.audit, BlockDigest(self._learner.session.device))
+            digest.add(micro, term)
+            self._exact.watch = partial(self._add_gradients, digest)
 
-    def _arrived(self, parameter: Tensor) -> None:
-        """Called in backward when the gradient of a parameter is complete on this rank."""
-        if self._open is not None and parameter.grad is not None:
-            self._seen.add(parameter)
-            number = self._numbers[parameter]  # type: ignore[index]
-            self._open.results += bit_digest(_dense(parameter.grad), number)
+    def _add_gradients(self, digest: BlockDigest, gradients: Mapping[str, Tensor]) -> None:
+        for name, gradient in gradients.items():  # zeros count as no gradient
+            digest.results += bit_digest(_dense(gradient), self._numbers[name])
 
     def compute(self, micro_batches: Sequence[MicroBatch], compute: Compute) -> None:
         """Computes whole blocks of other ranks, and forgets earlier digests. Leaves gradients, buffers and running
         statistics as they were."""
         self._found = {}
-        model = self._learner.model
+        model, synchronizer = self._learner.model, self._learner.synchronizer
         kept, buffers = {p: p.grad for p in self._learner.names}, BufferSnapshot(model)
         norms = [(norm, len(norm.terms)) for norm in model.modules() if isinstance(norm, GrainNorm)]
+        self._exact.is_adding = False
         try:
             _set_gradients(dict.fromkeys(kept))
             for micro in micro_batches:
                 compute(micro)
                 if micro.ends_block:
-                    _set_gradients(dict.fromkeys(kept))
+                    synchronizer.end_block()
         finally:
+            self._exact.is_adding, self._exact.watch = True, None
             _set_gradients(kept)
             buffers.restore()
             for norm, count in norms:
@@ -155,7 +141,7 @@ class BlockAudit:
             DivergenceError: On all ranks alike, if a block has other gradients on its auditor; names the rank.
             DataError: If the auditor has read other samples.
         """
-        control = self._learner.session.control
+        control, self._exact.watch = self._learner.session.control, None
         found, self._found = self._found, {}
         rows = [found[each.block].row() if each.block in found else _NOTHING for each in batch.audited]
         gathered = control.exchange([number for row in rows for number in row]).wait()

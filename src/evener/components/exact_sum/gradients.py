@@ -74,6 +74,11 @@ class ExactGradients:
         self._flats: dict[tuple[str, ...], tuple[Tensor, list[Tensor]]] = {}
         self._rounding = torch.empty(0, dtype=torch.float64, device=device)
         self._groups: dict[tuple[str, ...], _SumGroup] = {}
+        self.watch: Callable[[Gradients], None] | None = None
+        """Called with the gradients of a block before they are added; with some of them at a time, where they come in
+        buckets."""
+        self.is_adding = True
+        """False: the gradients of a block go to ``watch`` and nowhere else."""
         self._next: dict[str, int] | None = None
         self._take_units(dict.fromkeys(self._like, FIRST_UNIT))
         self.forget()
@@ -107,6 +112,10 @@ class ExactGradients:
     @torch.no_grad()
     def add(self, gradients: Gradients) -> None:
         """Adds the gradients of a block."""
+        if self.watch is not None:
+            self.watch(gradients)
+        if not self.is_adding:
+            return
         self.given.update(gradients)
         kinds: dict[torch.dtype, list[str]] = {}
         for name, gradient in gradients.items():

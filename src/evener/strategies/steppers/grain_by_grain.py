@@ -90,9 +90,9 @@ class GrainByGrain(Plain):
         return self._bare if self._auditing else wrapped
 
     def _around_backward(self, micro: MicroBatch, term: Tensor) -> AbstractContextManager[None]:
-        if self.audit is None or micro.audit is None:
-            return super()._around_backward(micro, term)
-        return self.audit.backward(micro, term)
+        if self.audit is not None:
+            self.audit.begin_grain(micro, term)
+        return super()._around_backward(micro, term)
 
     def outputs(self, micro: MicroBatch) -> Tree:
         with naming_nondeterministic(), seeded(self._seed(micro, 0), self._learner.session.device):
