@@ -247,13 +247,48 @@ def test_checkpointing_and_smaller_micro_batches_take_less() -> None:
     assert activations("ResNet", micro_batch=4) < 0.3 * whole
 
 
-def test_grains_take_the_memory_of_micro_batches() -> None:
-    task, options = task_of("convolutions", "SGD"), {"processes": 2, "device": "cpu", "batch_size": 16}
-    bits = evener.estimate_memory(task, exact="bits", grain=2, **options)  # type: ignore[arg-type]
-    assert bits.ranks == evener.estimate_memory(task, micro_batch=4, **options).ranks  # type: ignore[arg-type]
-    assert bits.notes == (
-        "exact=bits adds gradients in float64: 16 more bytes for each parameter, half of it with one rank",
-    )
+def plain(width: int) -> Task:
+    layers = lambda: (nn.Linear(100, width), nn.ReLU(), nn.Linear(width, 100), nn.ReLU(), nn.Linear(100, 10))  # noqa: E731
+    return small(model=lambda: nn.Sequential(*layers()))
+
+
+BITS: list[dict[str, Any]] = [
+    {"strategy": "ddp"},
+    {"strategy": "ddp", "grain": 12, "audit": 0.5},
+    {"strategy": "sharded", "strategy_option": ("zero=1",)},
+    {"strategy": "sharded", "strategy_option": ("zero=2",)},
+    {"strategy": "sharded", "batch_size": 96},
+]
+
+
+@pytest.mark.slow
+def test_estimates_of_runs_that_are_exact_in_bits(ranks: Callable[[int], Any]) -> None:
+    settings = [{"exact": "bits", "grain": 4} | each for each in BITS]
+    configs = [RunConfig(device="cpu", processes=2, **each) for each in settings]
+    unaudited = [config.replace(audit=0.0) for config in configs]  # no step of which is audited by chance
+    found = ranks(2).run(counted, [plain(300)] * len(configs), unaudited, times=3)
+    for number, config in enumerate(configs):
+        estimate = evener.estimate_memory(plain(300), config)
+        for rank in range(2):
+            assert_near(estimate.ranks[rank], found[rank][number])
+        assert "several digits" in estimate.notes[0]
+
+
+def test_an_estimate_of_one_device_that_is_exact_in_bits() -> None:
+    config = RunConfig(device="cpu", processes=1, exact="bits", grain=4, batch_norm="grain")
+    assert_near(evener.estimate_memory(small(), config).ranks[0], counted_alone(small(), config))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_sums_that_are_exact_in_bits_are_part_of_the_estimate(device: str) -> None:
+    """In float64: the sums, the message, and what is rounded at a time, which on a GPU is all of a block."""
+    options: dict[str, Any] = {"processes": 2, "strategy": "ddp", "device": device}
+    bits = evener.estimate_memory(plain(600), exact="bits", grain=4, **options)
+    sums = evener.estimate_memory(plain(600), micro_batch=8, **options)
+    parameters = 100 * 600 + 600 + 600 * 100 + 100 + 100 * 10 + 10
+    rounded = 2**16 if device == "cpu" else parameters
+    more = bits.ranks[0].between - sums.ranks[0].between
+    assert abs(more - 8 * (2 * parameters + rounded)) < 16_000
 
 
 def test_a_gpu_that_is_not_there_is_estimated_by_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,8 @@ from evener.components.exact_sum.grid import (
     widened,
 )
 from evener.hardware.async_read import is_late
+from evener.hardware.memory import made_as
+from evener.hardware.memory.counters import BUCKETS
 from evener.torch_internals.foreach import add_each, copy_each, subtract_each
 from evener.torch_internals.optimizers import largest
 
@@ -156,7 +158,8 @@ class ExactGradients:
 
     def _begun(self, name: str, gradient: Tensor) -> Tensor:
         if name not in self._rooms:
-            self._rooms[name] = torch.empty_like(gradient, dtype=torch.float64)
+            with made_as(BUCKETS):
+                self._rooms[name] = torch.empty_like(gradient, dtype=torch.float64)
         self._sums[name] = self._rooms[name]
         return self._rooms[name]
 
@@ -180,7 +183,8 @@ class ExactGradients:
         group = self._group(names)
         if not group.rounded:
             if not len(self._rounding):
-                self._rounding = torch.empty(self._most(), dtype=torch.float64, device=self._device)
+                with made_as(BUCKETS):
+                    self._rounding = torch.empty(self._most(), dtype=torch.float64, device=self._device)
             for some in group.rounds:
                 sizes = [self._like[name].numel() for name in group.names[some]]
                 parts = self._rounding[: sum(sizes)].split_with_sizes(sizes)
@@ -272,7 +276,8 @@ class ExactGradients:
         if names not in self._flats:  # buckets have changed
             self._flats = {key: known for key, known in self._flats.items() if not set(key) & set(names)}
             size = sum(self._like[name].numel() for name in names) + len(names)
-            flat = torch.empty(size, dtype=torch.float64, device=self._device)
+            with made_as(BUCKETS):
+                flat = torch.empty(size, dtype=torch.float64, device=self._device)
             self._flats[names] = flat, self._parts(flat, names)
         return self._flats[names]
 

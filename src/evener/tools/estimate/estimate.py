@@ -8,7 +8,6 @@ from typing import Any, Unpack
 
 import torch
 
-from evener.core.config.exact_bits import ExactBits
 from evener.core.config.kwargs import Settings
 from evener.core.config.process_range import one_number
 from evener.core.config.run_config import RunConfig
@@ -55,7 +54,7 @@ def estimate_memory(
     refuse_unknowable(config, strategy)
     built = resolve(task, BUILT_IN, options)()
     batch_size = config.batch_size or built.batch_size
-    asked = settings_of_two_steps(config, batch_size, ranks)
+    asked = settings_of_two_steps(config)
     found = estimate_ranks(built, asked, range(ranks), ranks, kind)
     return MemoryEstimate(
         task=built.name,
@@ -68,17 +67,10 @@ def estimate_memory(
     )
 
 
-def settings_of_two_steps(config: RunConfig, batch_size: int, ranks: int) -> RunConfig:
-    """Returns the settings without those that do not affect the memory of a step and would need real values. Grains
-    take the memory of micro-batches."""
-    micro_batch = config.samples_at_once
-    if config.exact == "bits":
-        micro_batch = min(batch_size, ranks * ExactBits.chosen(batch_size, config.grain).grain)
+def settings_of_two_steps(config: RunConfig) -> RunConfig:
+    """Returns the settings without those that do not affect the memory of a step and would need real values."""
     return config.replace(
-        exact="sums",
-        grain=None,
-        block=None,
-        batch_norm="exact" if config.batch_norm == "grain" else config.batch_norm,
+        audit=0.0,
         epochs=None,
         workers=0,
         balance=balance_of(config, 1, unlike=False),
@@ -91,7 +83,7 @@ def settings_of_two_steps(config: RunConfig, batch_size: int, ranks: int) -> Run
         throttle_at=(),
         memory_limit=None,
         memory_limit_at=(),
-        micro_batch=micro_batch,
+        micro_batch=config.samples_at_once,
         compile=None,
         compile_mode=None,
         compile_backend="inductor",
@@ -174,7 +166,8 @@ def _notes(config: RunConfig, kind: str, found: list[RankPeak]) -> list[str]:
         )
     if config.exact == "bits":
         notes.append(
-            "exact=bits adds gradients in float64: 16 more bytes for each parameter, half of it with one rank"
+            "exact=bits takes more for a moment in a step whose gradients are 16 times as large as in the step before, "
+            "or far smaller, as the first may be: there it adds them up once more, in several digits"
         )
     if any(each.built_for_real for each in found):
         notes.append("the model could be built with numbers only, and took its memory while it was estimated")

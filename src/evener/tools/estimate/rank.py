@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from evener.components.exact_sum import gradients
+from evener.components.exact_sum.grid import MOST_BELOW
 from evener.components.offload import host_storage as outside
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
@@ -40,6 +42,7 @@ from evener.tools.estimate.steps import STEPS, CountedEngine, count_steps
 from evener.tools.estimate.traffic import Message, OperatorCalls, Traffic
 from evener.torch_internals.ddp import buckets_kept
 from evener.torch_internals.dispatch import exchangeable, fake_mode, without_fakes
+from evener.training.batches import feed
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ def estimate_rank(
         stack.enter_context(exchangeable())
         stack.enter_context(buckets_kept())
         stack.enter_context(_meshes_of_numbers())
+        stack.enter_context(_exact_without_numbers(place))
         if place.rounding != device.type:
             stack.enter_context(_norms_in_one_operator())
         stack.enter_context(
@@ -162,6 +166,24 @@ def _meshes_of_numbers() -> Iterator[None]:
             return original(*args, **options)
 
     with mock.patch.object(DeviceMesh, "from_group", from_group):
+        yield
+
+
+@contextmanager
+def _exact_without_numbers(place: FakeRank) -> Iterator[None]:
+    """Makes sums that are exact in bits go the way of ordinary steps, which depends on numbers: each gradient is as
+    large as in the step before. Samples are not compared."""
+    ordinary: dict[str, Any] = {
+        "check_rounding": lambda device: None,
+        "counted": lambda largest, scale: MOST_BELOW + 1,
+        "is_wide": lambda count: False,
+        "is_small": lambda count: False,
+        "is_late": lambda device: place.rounding != "cpu",
+    }
+    with ExitStack() as stack:
+        for name, function in ordinary.items():
+            stack.enter_context(mock.patch.object(gradients, name, function))
+        stack.enter_context(mock.patch.object(feed, "check_data"))
         yield
 
 

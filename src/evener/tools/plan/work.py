@@ -90,9 +90,7 @@ def work_of(
     if len(stages) > MOST_STAGES:
         raise ConfigurationError(f"a pipeline of {len(stages)} stages: at most {MOST_STAGES} are planned")
     with _older_objects_set_apart(), refusals_not_logged():
-        found = estimate_ranks(
-            task, settings_of_two_steps(asked, batch_size, candidate.ranks), stages, candidate.ranks, kind
-        )
+        found = estimate_ranks(task, settings_of_two_steps(asked), stages, candidate.ranks, kind)
     index = [layout.data_axis(rank).index for rank in stages]
     return StepWork(
         candidate,
