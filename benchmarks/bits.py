@@ -45,11 +45,12 @@ Blocks = list[dict[str, Tensor]]
 
 
 def drawn(size: int, blocks: int) -> Blocks:
-    """Gradients of layers with a matrix and a vector each."""
+    """Gradients of layers with a matrix and a vector each. Those of all blocks lie in the same memory: in a run
+    those of a block are freed before the next one's are made."""
     rows = int((size / LAYERS) ** 0.5)
     shapes = {f"{layer}.weight": (rows, rows) for layer in range(LAYERS)}
     shapes |= {f"{layer}.bias": (rows,) for layer in range(LAYERS)}
-    return [{name: randn(*shape) for name, shape in shapes.items()} for _ in range(blocks)]
+    return [{name: randn(*shape) for name, shape in shapes.items()}] * blocks
 
 
 def plain(blocks: Blocks, all_reduce: AllReduce | None) -> Callable[[], None]:
