@@ -165,7 +165,7 @@ class Unsound:
         return ReadyValue(math.nan if bad else 0.0)
 
     def of_late(self, found: Sequence[Tensor], places: Sequence[float]) -> Readout:
-        """Checks gradients on a device that runs behind the host, in one launch; see :class:`LateNorms`."""
+        """Checks gradients on a device that runs behind the host, in one call; see :class:`LateNorms`."""
         if not self.looks:
             return ReadyValue(0.0)
         norms = LateNorms(found, places)

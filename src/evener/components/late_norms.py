@@ -1,4 +1,4 @@
-"""Whether gradients are finite, on a device that runs behind the host: asked in one launch, and read with the losses.
+"""Whether gradients are finite, on a device that runs behind the host: asked in one call, and read with the losses.
 
 The device computes the largest element of each gradient. What is made of these numbers depends on who reads them. A
 rank alone copies them to the host with the loss and looks there, a step later; ranks that tell each other reduce them

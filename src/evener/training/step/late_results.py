@@ -1,8 +1,8 @@
 """The results of a step on a device that runs behind the host: how they are brought together there, and read.
 
 A rank alone stacks the losses of its passes and the largest element of each gradient, copies them to the host, and
-finds there, a step later, what they say: three launches with that of the look. Ranks that send their results from
-device to device reduce them to three numbers first.
+finds there, a step later, what they say: three operations with the look. Ranks that send their results from device to
+device reduce them to three numbers first.
 """
 
 from __future__ import annotations
