@@ -190,7 +190,7 @@ def learned_from(*graphs_of_steps: tuple[int, ...]) -> list[list[float]]:
     feed = object.__new__(BatchFeed)
     feed.skips, feed._graphs, feed._pieces, feed._events = None, (), PieceSizes(), []
     balancer: Any = SimpleNamespace(observe=lambda number, shares, seconds: seen.append(seconds))
-    feed.balancer, feed._learns, feed._by_cost = balancer, True, None
+    feed.balancer, feed._learns, feed._by_cost, feed._alone = balancer, True, None, None
     data = SimpleNamespace(slowest=list)
     feed._learner = cast(Any, SimpleNamespace(session=SimpleNamespace(device=torch.device("cpu")), data=data))
     for graphs in graphs_of_steps:

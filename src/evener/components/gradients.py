@@ -72,8 +72,6 @@ def number_of(gradient: Tensor) -> float:
 
 _SMALL = 2**10
 """Elements of a gradient up to which to copy it takes less than to add it up by itself."""
-_JOINED = 2**12
-"""The same for gradients that are joined without a look at each."""
 _FEW = 4
 """Number of small gradients from which one call for all is quicker."""
 
@@ -203,7 +201,7 @@ class AllGradients:
         self._frozen = [p for p in names if not p.requires_grad]
         groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for p in self._trained:
-            if p.numel() <= _JOINED and p.dim() and p.dtype is torch.float32:
+            if p.numel() <= _SMALL and p.dim() and p.dtype is torch.float32:
                 groups.setdefault(tuple(p.shape[1:]), []).append(p)
         self._groups = [group for group in groups.values() if len(group) >= _FEW]
         self._flat = list(chain.from_iterable(each for each in groups.values() if len(each) < _FEW))

@@ -195,7 +195,8 @@ def test_weights_of_gigabytes_take_no_memory() -> None:
         (rank,) = work_of(wide, Candidate(2, strategy, options), RunConfig(), 2, "cuda").ranks
         assert rank.needed > 6.4e9
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000, "kilobytes"
-    assert gc.get_freeze_count() == frozen
+    # What others have set apart stays so, but for objects that end by themselves, and nothing is added.
+    assert frozen - 1000 <= gc.get_freeze_count() <= frozen
 
 
 def test_long_pipelines_are_refused() -> None:
