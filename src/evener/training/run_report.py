@@ -91,6 +91,13 @@ def waiting_message(parts: Sequence[RankPart], seconds: float) -> str:
     return f"rank {rank} waited for batches {waited[rank] / seconds:.0%} of the time, {using}{hint}"
 
 
+def _lean_text(limited: bool) -> str:
+    """Says what a lean run does not watch. A memory limit on a CPU needs the count of its tensors."""
+    if limited:
+        return "lean: gradients are not watched, and memory for its limit alone"
+    return "lean: neither gradients nor memory are watched"
+
+
 class RunReport:
     """Reports of one run.
 
@@ -125,7 +132,7 @@ class RunReport:
             limits.description if limits else "",
             engine.recomputing.description,
             learner.offloaded.description,
-            "lean: gradients and memory are not watched" if learner.settings.lean else "",
+            _lean_text(limits is not None) if learner.settings.lean else "",
             about["optimizer"],
             about["optimizer_state"],
             about["merging"],

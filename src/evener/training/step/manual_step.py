@@ -99,8 +99,7 @@ class ManualStep:
         chosen = learner.optimizer if optimizer is None else optimizer
         check_pieces(chosen, learner.name)
         parameters = [model_parameter(p) for group in chosen.param_groups for p in group["params"]]
-        phase = learner.session.watchdog.phase("update", step=step)
-        with learner.session.watchdog.explained(), phase, waiting():
+        with learner.session.watchdog.phase("update", step=step, explains=True), waiting():
             learner.synchronizer.sum_gradients(parameters)
         if optimizer is None:
             learner.update(step=step, passes=lambda: self._penalty_passes(step))
