@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
 import os
 import pickle
 import re
@@ -20,7 +21,9 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -35,7 +38,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import profile
 from torch.utils.data import DataLoader
 
 from evener.distributed.loopback import OneMachine
@@ -88,7 +92,13 @@ def test_many_tensors_are_changed_in_one_call() -> None:
         for function in (many.add_each, many.subtract_each, many.copy_each):
             function([], [])
         turned = torch.arange(6.0).view(2, 3).t()
-        assert many.flattened([turned, torch.tensor(7.0)]).tolist() == [0, 3, 1, 4, 2, 5, 7]
+        check = many.FiniteCheck()
+        assert check.all_finite(
+            [turned, torch.tensor(7.0), torch.ones(2, dtype=torch.float64), torch.ones(0)]
+        )
+        assert turned.tolist() == [[0, 3], [1, 4], [2, 5]]
+        for bad in (math.nan, math.inf, -math.inf):
+            assert not check.all_finite([turned, torch.tensor([1.0, bad])])
 
 
 def test_hooks_on_accumulated_gradients_are_known() -> None:
@@ -144,6 +154,58 @@ def test_a_step_without_hooks_is_the_same() -> None:
         optimizer.step()
         of_all.remove()
         assert calls == ["of all", "before", "after"]
+
+
+@pytest.mark.parametrize("has_scheduler", [False, True])
+def test_a_step_without_a_range_is_the_same(has_scheduler: bool) -> None:
+    with borrowed("optimizers") as names:
+        weight = torch.ones(2, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        if has_scheduler:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        weight.grad = torch.ones(2)
+        step = names.own_step(optimizer)
+        assert isinstance(step, partial), "the range is left out"
+        step()
+        assert weight.tolist() == [0.5, 0.5]
+        if has_scheduler:
+            with warnings.catch_warnings(action="error"):  # PyTorch's scheduler warns if no step came before
+                scheduler.step()
+        with profile() as recorded:
+            names.own_step(optimizer)()
+        assert "Optimizer.step#SGD.step" in {event.key for event in recorded.key_averages()}
+
+
+def test_no_hook_of_a_step_is_left_out() -> None:
+    with borrowed("optimizers") as names:
+        weight, calls = torch.ones(2, requires_grad=True), []
+        weight.grad = torch.ones(2)
+        for register in ("register_step_pre_hook", "register_step_post_hook"):
+            optimizer = torch.optim.SGD([weight])
+            getattr(optimizer, register)(lambda *_: calls.append("its own"))
+            names.own_step(optimizer)()
+        for register_of_all in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+            of_all = register_of_all(lambda *_: calls.append("of all"))
+            names.own_step(torch.optim.SGD([weight]))()
+            of_all.remove()
+        assert calls == ["its own"] * 2 + ["of all"] * 2
+
+
+def test_a_step_that_somebody_has_replaced_is_taken() -> None:
+    with borrowed("optimizers") as names:
+        weight, calls = torch.ones(2, requires_grad=True), []
+        optimizer: Any = torch.optim.SGD([weight])
+        before = optimizer.step
+
+        def step(self: Any) -> None:
+            calls.append("mine")
+            before()
+
+        optimizer.step = MethodType(step, optimizer)
+        names.own_step(optimizer)()
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps it
+        names.own_step(optimizer)()
+        assert calls == ["mine"] * 2
 
 
 def test_state_in_codes_is_known() -> None:

@@ -1,7 +1,8 @@
 """Gradients, dense and sparse, whole and divided: their values, their scale, and a check that all are finite.
 
-The check looks at a rank's own gradients before they are summed over the ranks. One sum over many elements is cheap.
-The search for the parameter at fault costs thirty times as much; on a CPU it runs only if the sum is not finite::
+The check looks at a rank's own gradients before they are summed over the ranks. One look at many small gradients, or
+one sum over many elements, is cheap. The search for the parameter at fault costs thirty times as much; on a CPU it runs
+only if a number is not finite::
 
     sum is finite          ─▶ all are                                                     always, 0.1 ms a million
     sum is not finite      ─▶ look at each; report the last in the order of the model,    once
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from operator import attrgetter
 
 import torch
@@ -26,7 +26,7 @@ from evener.components.late_norms import LateNorms, LatePlace
 from evener.components.sharded_tensor.local import local
 from evener.errors import DivergenceError
 from evener.hardware.async_read import Readout, ReadyValue, is_late, kept
-from evener.torch_internals.foreach import flattened
+from evener.torch_internals.foreach import FiniteCheck
 from evener.torch_internals.storages import stored_values
 
 
@@ -70,24 +70,28 @@ def number_of(gradient: Tensor) -> float:
     return (gradient.sum() if plain else sum_of(gradient)).item()
 
 
-_SMALL = 2**10
-"""Elements of a gradient up to which to copy it takes less than to add it up by itself."""
-_FEW = 4
-"""Number of small gradients from which one call for all is quicker."""
+_SMALL = 2**12
+"""Elements of a gradient up to which it is looked at together with others in less time than it is added up."""
 
 
 def number_of_all(found: Sequence[Tensor]) -> float:
-    """Returns the sum of the values of several gradients as a Python number, which is finite if all of them are. Small
-    ones are added up in one call. The host waits for it."""
-    small = [each for each in found if each.numel() <= _SMALL and type(each) is Tensor]
-    small = [each for each in small if each.dtype is torch.float32 and each.layout is torch.strided]
-    if len(small) < _FEW:
-        return sum(map(number_of, found))
-    number = flattened(small).sum().item()
-    if len(small) < len(found):
-        those = set(map(id, small))
-        number += sum(number_of(each) for each in found if id(each) not in those)
-    return number
+    """Returns a Python number that is finite if all of several gradients are. Small ones are looked at in one call, and
+    large ones added up. The host waits for it."""
+    small = [each for each in found if _is_small(each)]
+    number = _number_of_small(small, FiniteCheck()) if small else 0.0
+    return number + sum(number_of(each) for each in found if not _is_small(each))
+
+
+def _is_small(gradient: Tensor) -> bool:
+    plain = type(gradient) is Tensor and gradient.dtype in _WIDE and gradient.layout is torch.strided
+    return plain and gradient.numel() <= _SMALL
+
+
+def _number_of_small(gradients: Sequence[Tensor], check: FiniteCheck) -> float:
+    try:
+        return 0.0 if check.all_finite(gradients) else math.nan
+    except RuntimeError:  # elements of a gradient are in the same place, so that nothing can be written
+        return sum(map(number_of, gradients))
 
 
 def numbers_of(gradient: Tensor) -> Tensor:
@@ -187,8 +191,7 @@ class Unsound:
 class AllGradients:
     """Checks the gradients of all parameters of a model after each backward, as :class:`Unsound` does any.
 
-    What does not change between steps is found once, so that Python does nothing for each parameter. On a CPU, small
-    gradients are joined and added up in one call: as they are where several differ in their first dimension alone.
+    What does not change between steps is found once, so that Python does nothing for each small parameter.
 
     Args:
         names: The parameters with their names, in the order in which ``unsound`` knows them.
@@ -199,14 +202,10 @@ class AllGradients:
         trained = [(p, float(place)) for place, p in enumerate(names, 1) if p.requires_grad]
         self._trained, self._places = [p for p, _ in trained], [place for _, place in trained]
         self._frozen = [p for p in names if not p.requires_grad]
-        groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
-        for p in self._trained:
-            if p.numel() <= _SMALL and p.dim() and p.dtype is torch.float32:
-                groups.setdefault(tuple(p.shape[1:]), []).append(p)
-        self._groups = [group for group in groups.values() if len(group) >= _FEW]
-        self._flat = list(chain.from_iterable(each for each in groups.values() if len(each) < _FEW))
-        joined = set(map(id, chain(self._flat, *self._groups)))
-        self._others = [p for p in self._trained if id(p) not in joined]
+        small = {p for p in self._trained if p.numel() <= _SMALL and p.dtype in _WIDE}
+        self._small = [p for p in self._trained if p in small]
+        self._others = [p for p in self._trained if p not in small]
+        self._check = FiniteCheck()
         self._are_plain = all(
             type(p) is nn.Parameter and p.numel() and not p.is_complex() for p in self._trained
         )
@@ -226,11 +225,9 @@ class AllGradients:
     def _check_plain(self) -> Readout:
         if self._trained and is_late(self._trained[0].device):
             return self._unsound.of_late(list(map(_GRADIENT, self._trained)), self._places)
-        number = sum(number_of(found) for p in self._others if (found := p.grad) is not None)
-        if self._flat:
-            number += flattened(list(map(_GRADIENT, self._flat))).sum().item()
-        for group in self._groups:
-            number += torch.cat(list(map(_GRADIENT, group))).sum().item()
+        number = _number_of_small(list(map(_GRADIENT, self._small)), self._check) if self._small else 0.0
+        for p in self._others:
+            number += number_of(p.grad) if p.grad is not None else 0.0
         return self._unsound.of_number(number, self._named)
 
     def _named(self) -> Iterable[tuple[str, Tensor]]:

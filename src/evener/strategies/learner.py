@@ -251,7 +251,7 @@ class Learner:
             self.clipping(parameters, self.mesh)
             lay_out(self.optimizer)
             with named_range("optimizer"), stepping(self.optimizer, self.session.device):
-                step_all = (self.offloaded.updates or self.optimizer).step
+                step_all = self.offloaded.step_of(self.optimizer)
                 step_all() if self.whole_updates is None else self.whole_updates.step(step_all)
             clear_gradients(self.optimizer)
         else:

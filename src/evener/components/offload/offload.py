@@ -15,6 +15,7 @@ from evener.components.sharded_tensor.local import local
 from evener.core.config.offload import ACTIVATIONS, KINDS, OPTIMIZER, Offload
 from evener.core.config.sizes import size_words
 from evener.errors import ConfigurationError
+from evener.torch_internals.optimizers import own_step
 
 
 class OffloadState:
@@ -55,10 +56,9 @@ class OffloadState:
             _check_devices(optimizer, self._device)
             self._updates = OffloadedUpdates(optimizer, outside)
 
-    @property
-    def updates(self) -> OffloadedUpdates | None:
-        """Steps the optimizer if its state is offloaded. None if the optimizer is stepped directly."""
-        return self._updates
+    def step_of(self, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+        """Returns the function that steps the optimizer, whether its state is offloaded or not."""
+        return own_step(optimizer) if self._updates is None else self._updates.step
 
     def load(self, found: dict[str, Any]) -> None:
         """Loads the optimizer's state, as ``load_state_dict`` does."""
