@@ -188,7 +188,7 @@ def learned_from(*graphs_of_steps: tuple[int, ...]) -> list[list[float]]:
     """The times that a balancer would hear of two ranks."""
     seen: list[list[float]] = []
     feed = object.__new__(BatchFeed)
-    feed.skips, feed._graphs, feed._pieces, feed._events = None, (), PieceSizes(), []
+    feed.skips, feed._graphs, feed._pieces, feed._events, feed._columns = None, (), PieceSizes(), [], ()
     balancer: Any = SimpleNamespace(observe=lambda number, shares, seconds: seen.append(seconds))
     feed.balancer, feed._learns, feed._by_cost, feed._alone = balancer, True, None, None
     data = SimpleNamespace(slowest=list)

@@ -171,7 +171,7 @@ def test_a_step_without_a_range_is_the_same(has_scheduler: bool) -> None:
         if has_scheduler:
             with warnings.catch_warnings(action="error"):  # PyTorch's scheduler warns if no step came before
                 scheduler.step()
-        with profile() as recorded:
+        with profile(acc_events=True) as recorded:
             names.own_step(optimizer)()
         assert "Optimizer.step#SGD.step" in {event.key for event in recorded.key_averages()}
 

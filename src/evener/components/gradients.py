@@ -205,7 +205,7 @@ class AllGradients:
         small = {p for p in self._trained if p.numel() <= _SMALL and p.dtype in _WIDE}
         self._small = [p for p in self._trained if p in small]
         self._others = [p for p in self._trained if p not in small]
-        self._check = FiniteCheck()
+        self._check, self._is_late = FiniteCheck(), bool(trained) and is_late(trained[0][0].device)
         self._are_plain = all(
             type(p) is nn.Parameter and p.numel() and not p.is_complex() for p in self._trained
         )
@@ -223,7 +223,7 @@ class AllGradients:
         return self._unsound.of_these(found, self._named)
 
     def _check_plain(self) -> Readout:
-        if self._trained and is_late(self._trained[0].device):
+        if self._is_late:
             return self._unsound.of_late(list(map(_GRADIENT, self._trained)), self._places)
         number = _number_of_small(list(map(_GRADIENT, self._small)), self._check) if self._small else 0.0
         for p in self._others:

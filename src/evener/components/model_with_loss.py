@@ -28,8 +28,11 @@ class Replica(nn.Module):
         self._forward = forward
 
     def forward(self, micro: MicroBatch) -> Tensor:
-        with attending(micro.sequence):
+        if micro.sequence is None:
             outputs = self._forward(self.model, micro.inputs)
+        else:
+            with attending(micro.sequence):
+                outputs = self._forward(self.model, micro.inputs)
         return term_of(self._loss, outputs, micro)
 
 

@@ -141,13 +141,16 @@ class BatchPlan:
             raise ValueError(
                 f"{len(values)} values for {len(self.reads)} + {len(self.audit_reads)} micro-batches"
             )
-        micro_batches, skipped = list[MicroBatch](), tuple[Skipped, ...]()
+        micro_batches: list[MicroBatch] = []
+        skipped: tuple[Skipped, ...] = ()
         for value, (ids, weight) in zip(values, self.reads, strict=False):
             micro_batches.append(self._micro_batch(value, ids, weight))
             if value.skipped and weight:
                 skipped += tuple(Skipped(one.sample + self.offset, one.words) for one in value.skipped)
-        read_again = zip(values[len(self.reads) :], self.audit_reads, strict=True)
-        audits = [self._micro_batch(value, ids, 1) for value, ids in read_again] if self.audit_reads else ()
+        audits: list[MicroBatch] = []
+        if self.audit_reads:
+            read_again = zip(values[len(self.reads) :], self.audit_reads, strict=True)
+            audits = [self._micro_batch(value, ids, 1) for value, ids in read_again]
         place = (self.epoch, self.index, self.position, self.size, self.shares)
         more = (None, self.costs, self.audited, audits)
         return Batch(*place, micro_batches, self.last, skipped, *more)

@@ -269,7 +269,7 @@ class RoundPlanner(BatchPlanner):
         ]
 
 
-@dataclass(frozen=True)
+@dataclass
 class RoundBatch(Batch):
     """A round. Its samples are read while the replicas train; ``micro_batches`` is empty."""
 

@@ -162,7 +162,7 @@ class _OrNothing(Dataset[Any]):
         return None if samples is None else self._fetch[samples]
 
 
-@dataclass(frozen=True)
+@dataclass
 class SectionBatch(Batch):
     """A section. Its samples are read while it is computed; ``micro_batches`` is empty."""
 

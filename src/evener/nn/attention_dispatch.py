@@ -31,7 +31,10 @@ from evener.torch_internals.compiling import outside_of_graphs
 
 def attending(sequence: DividedSequence | None) -> AbstractContextManager[Any]:
     """Context in which PyTorch's attention functions attend over ``sequence``; no effect if it is None."""
-    return nullcontext() if sequence is None else _Attending(sequence)
+    return _WHOLE if sequence is None else _Attending(sequence)
+
+
+_WHOLE: AbstractContextManager[Any] = nullcontext()
 
 
 def attend_within(model: nn.Module) -> None:

@@ -29,6 +29,7 @@ from evener.strategies.learner import Learner
 from evener.strategies.memory_attribution import name_inputs, name_model
 
 MEASURED_STEPS = 2
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Recomputing:
@@ -54,7 +55,7 @@ class Recomputing:
         Raises:
             ConfigurationError: On all ranks, if the budget cannot be met or no block was called.
         """
-        return nullcontext() if self._asked is None else self._around(batch, number)
+        return _NOTHING if self._asked is None else self._around(batch, number)
 
     @contextmanager
     def _around(self, batch: Batch, number: int) -> Iterator[None]:

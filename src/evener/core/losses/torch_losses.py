@@ -69,12 +69,18 @@ def _class_weights(targets: Tensor, options: Options) -> Number:
     return terms.sum()
 
 
+_FEW = 64
+"""Number of targets up to which Python finds the smallest one sooner than PyTorch."""
+
+
 def _has_all(targets: Tensor) -> bool:
     """Returns True if no target is negative. Looks at CPU tensors only (False for others): this takes a quarter of the
     time of counting the targets that are not ignored.
     """
-    if type(targets) is not Tensor or targets.device.type != "cpu" or not targets.numel():
+    if type(targets) is not Tensor or not targets.is_cpu or not targets.numel():
         return False
+    if targets.dim() == 1 and len(targets) <= _FEW:
+        return bool(min(targets.tolist()) >= 0)
     return targets.min().item() >= 0
 
 

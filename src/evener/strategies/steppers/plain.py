@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,7 @@ class Plain(Stepper):
             learner.work_timer.end_forward()
             total = kept(term)
             current.rewind()
-            with attending(micro.sequence), named_range("backward"), self._around_backward(micro, term):
+            with named_range("backward"), self._around_backward(micro, term):
                 # The gradient of term / divisor, with one autograd node less.
                 term.backward(torch.full_like(term, 1 / divisor()))
         return total
@@ -76,7 +76,7 @@ class Plain(Stepper):
 
     def _around_backward(self, micro: MicroBatch, term: Tensor) -> AbstractContextManager[None]:
         """Returns a context for the backward of a micro-batch."""
-        return nullcontext()
+        return attending(micro.sequence)
 
     def outputs(self, micro: MicroBatch) -> Tree:
         with attending(micro.sequence):

@@ -11,18 +11,13 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
 from evener.balance.base import Balancer, Decision
 from evener.balance.by_speed_large import BySpeedOfMany, SpeedReport
-from evener.balance.registry import BALANCERS
 from evener.core.config.run_config import RunConfig
-from evener.core.plugins import is_named
 from evener.core.records import MemoryRecord, Note
 from evener.data.batch import Batch
 from evener.data.grains import in_whole_blocks, padded
 from evener.data.loader import Loader
-from evener.data.rounds import Rounds
 from evener.data.sections import Sections
 from evener.data.stream_state import StreamState
 from evener.distributed.control_channel import Channel
@@ -34,11 +29,12 @@ from evener.training.batches.dataset_check import check_data
 from evener.training.batches.device_mix import settled
 from evener.training.batches.evaluation_options import EvaluationOptions
 from evener.training.batches.progress import Progress, SampleOrder
+from evener.training.batches.rounds_check import check_rounds
 from evener.training.batches.skipped_samples import Skips, check_skipping
 from evener.training.factory import balancer_of
 from evener.training.step.exchange import adds_up
 from evener.training.step.oom_report import PieceSizes, noticed
-from evener.training.step.step import Step
+from evener.training.step.step import Columns, Step
 
 
 class BatchFeed:
@@ -81,6 +77,7 @@ class BatchFeed:
         """The state of an iterable dataset at or before the progress that the run resumes from."""
         self._told, self._learns = 0, False
         self._graphs: tuple[int, ...] = ()
+        self._columns: Columns = ()
         self._pieces, self._events = PieceSizes(), list[MemoryRecord | Note]()
         self.first_step = 0
         """Number of steps that were taken before this run."""
@@ -259,7 +256,9 @@ class BatchFeed:
             self.skips.observe(step)
         self.observe_times(step)
         self._events += self._pieces.changes(step)
-        self._events += noticed(step, self._learner.session.device.type)
+        if step.memory_columns is not self._columns:  # a rank that is alone tells a reading more than once
+            self._columns = step.memory_columns
+            self._events += noticed(step, self._learner.session.device.type)
 
     def observe_times(self, step: Step) -> None:
         """Gives the balancer the times of a step: those of all ranks, or this rank's own and the sum of all reports.
@@ -346,34 +345,6 @@ class BatchFeed:
     def state_dict(self) -> dict[str, Any]:
         """Returns what the balancer has learned."""
         return self.balancer.state_dict() if self.balancer else self.balancer_state
-
-
-def check_rounds(config: RunConfig, learner: Learner, rounds: Rounds | Sections) -> RunConfig:
-    """Returns the settings of a run in rounds of local steps, or in sections of asynchronous training.
-
-    Raises:
-        ConfigurationError: If a setting does not go with rounds.
-    """
-    asked = {
-        "an iterable data set, which has no global order": isinstance(learner.task.train, IterableDataset),
-        "non_finite=skip, for a step that is left out is one of a single replica": config.non_finite
-        == "skip",
-        "skipping samples that cannot be read": config.on_bad_sample == "skip",
-        "Task.cost, for replicas take numbers of samples": learner.task.cost is not None,
-    }
-    if isinstance(rounds, Sections) or rounds.parts != learner.session.world_size:
-        balance = config.balance or "equal"
-        config = config.replace(balance=balance)
-        by_speed = balance == "auto" or is_named(balance, "balancer", BALANCERS)
-        if isinstance(rounds, Sections):
-            asked[f"balance={balance}, for each rank gets samples as it becomes free"] = balance != "equal"
-        else:
-            asked[f"shares by speed, for {rounds.replicas} replicas are not one for each rank"] = by_speed
-    for what in (what for what, is_asked in asked.items() if is_asked):
-        raise ConfigurationError(
-            f"strategy {learner.name!r} does not go with {what}: leave it out, or use ddp"
-        )
-    return config
 
 
 def _of_own_work(step: Step) -> float:

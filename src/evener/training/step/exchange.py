@@ -139,7 +139,7 @@ class ByRows:
         next_count: float = sum(select_ranks(contributors, rows.next_count))
         if self._exact:
             next_count = _exact(contributors, rows.next_count, rows.next_count_rest)
-            results = replace(results, total=_exact(contributors, rows.total, rows.total_rest))
+            results = results._replace(total=_exact(contributors, rows.total, rows.total_rest))
         return GatheredStep(
             next_count,
             sum(select_ranks(contributors, rows.skipped)),

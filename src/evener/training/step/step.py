@@ -115,8 +115,7 @@ def select_ranks(ranks: Sequence[int], column: Sequence[float]) -> Sequence[floa
     return column if len(ranks) == len(column) else itemgetter(*ranks)(column)
 
 
-@dataclass(frozen=True)
-class Results:
+class Results(NamedTuple):
     """Results of a step over all ranks."""
 
     total: float

@@ -16,29 +16,24 @@ it, and the times of a step are sent with the row of the next::
 from __future__ import annotations
 
 import math
-import zlib
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple
 from itertools import chain
 
 import torch
 
-from evener.balance.base import shares_in_words
 from evener.components.compile import Graphs
-from evener.components.trainable import check_trained_alike
 from evener.core.exact_numbers import Added, plain_total, total_and_rest
 from evener.core.losses import Loss
 from evener.data.batch import Batch
 from evener.distributed.hosts import all_gather
 from evener.distributed.mesh import DIVIDING_TERMS, Mesh
-from evener.errors import DataError, ShareError
 from evener.hardware.async_read import Readout, is_late, read
 from evener.hardware.memory.step_usage import NOTHING
 from evener.hardware.timers import waiting
 from evener.strategies.interfaces import StepOutcome
+from evener.training.step.divisions import check_divisions, code_of
 from evener.training.step.exchange import ByRows, Exchange, GatheredStep, Hearing, Telling
 from evener.training.step.late_results import results_alone, row_on_device
 from evener.training.step.step import RankStats, RankTimes, Results, Step
@@ -103,16 +98,23 @@ class StepSync:
     def divisor(self, step: Step, loss_scale: float = 1.0) -> float:
         """Returns the divisor for the sum of all terms, with which they get the scale of the loss. All ranks need it
         before backward, and call this together."""
-        with nullcontext() if self._alone else waiting():
-            self.settle()
-            place = (step.batch.epoch, step.batch.index)
-            if place not in self._counts:
-                own = self._added(_values(self.count(step.batch)))
-                rows = self._mesh.data.of_contributors(self.control.exchange(own).wait())
-                self._counts = {place: self._added(chain.from_iterable(rows))[0]}
-        step.terms = self._counts[place]
+        if self._alone:
+            step.terms = self._terms(step.batch)
+        else:
+            with waiting():
+                step.terms = self._terms(step.batch)
         step.count = self._loss().divisor(step.terms)
         return (step.count or 1.0) / loss_scale
+
+    def _terms(self, batch: Batch) -> float:
+        """Returns the number of terms of a global batch. All ranks must call this together."""
+        self.settle()
+        place = (batch.epoch, batch.index)
+        if place not in self._counts:
+            own = self._added(_values(self.count(batch)))
+            rows = self._mesh.data.of_contributors(self.control.exchange(own).wait())
+            self._counts = {place: self._added(chain.from_iterable(rows))[0]}
+        return self._counts[place]
 
     def count(self, batch: Batch | None) -> list[Readout]:
         """Returns the numbers of terms of this rank's micro-batches, counted on the host if the targets are there."""
@@ -153,7 +155,7 @@ class StepSync:
             self._unmeasured = outcome.compute_seconds, elapsed, outcome.forward_seconds
         else:
             self._unmeasured = outcome.compute_seconds, elapsed, outcome.forward_seconds
-            unsound = max((place.value() for place in outcome.unsound), default=0.0)
+            unsound = max(_values(outcome.unsound)) if outcome.unsound else 0.0
             (total, *rests), soundness = self._added(_values(outcome.totals)), sum(_values(outcome.soundness))
             measured, times = step, self._times()
         doubtful = not (math.isfinite(total) and math.isfinite(soundness))
@@ -163,7 +165,7 @@ class StepSync:
         count, *count_rest = self._added(_values(next_count))
         counts = (count, outcome.missing_code, float(outcome.buffers_changed), read_seconds)
         asked = (self.wish, len(step.batch.skipped), outcome.retries, outcome.piece, graphs, differing)
-        code = 0.0 if self._alone else _code_of(step.batch, upcoming, outcome.changes)
+        code = 0.0 if self._alone else code_of(step.batch, upcoming, outcome.changes)
         row = RankStats(*counts, total, soundness, unsound, *times, *asked, code, *count_rest, *rests)
         step.changes = outcome.changes
         step.batch = outcome.batch or step.batch.without_samples()  # reported while later ones are computed
@@ -214,7 +216,7 @@ class StepSync:
         self._unread = step
         heard = hearing()
         self._unread = None
-        self._check_divisions(heard, step, upcoming)
+        check_divisions(heard.divisions, step, upcoming, self._mesh.world)
         if not self._late:
             step.results = lambda: heard.results
             if not self._waits:
@@ -229,30 +231,6 @@ class StepSync:
         step.skipped = int(heard.skipped)
         self._times_known(step, heard)
         return heard
-
-    def _check_divisions(self, heard: GatheredStep, step: Step, upcoming: Batch | None) -> None:
-        """Checks that all ranks divide batches alike. Otherwise some samples would count twice and others never."""
-        if len(set(heard.divisions)) == 1:
-            return
-        own = [(batch.shares, batch.costs) for batch in (step.batch, upcoming) if batch is not None]
-        said = [(own, step.changes)]
-        said = said if self._mesh.world is None else all_gather(said[0], self._mesh.world)
-        check_trained_alike([changes for _, changes in said], step.number)
-        of_all = [shares for shares, _ in said]
-        at = next((at for at in range(len(own)) if any(one[at] != own[at] for one in of_all)), 0)
-        totals = [sum(one[at][1]) for one in of_all]
-        if not math.isclose(min(totals), max(totals), rel_tol=1e-12):  # sums of other cuts round otherwise
-            words = _by_ranks([f"{total:.12g}" for total in totals])
-            raise DataError(
-                f"the ranks find different costs of the batch of step {step.number + at}: {words}. Task.cost must be "
-                "the same on all ranks: let it depend on nothing but the index. Checkpoints are from before"
-            )
-        words = _by_ranks([shares_in_words(one[at][0]) for one in of_all])
-        raise ShareError(
-            f"the ranks divide the batch of step {step.number + at} in different ways: {words}. A balancer has to come "
-            "to the same shares on every rank, by what it is given and observes alone: not by its rank, a clock, or "
-            "random numbers of its own. Checkpoints are from before"
-        )
 
     def _take_findings(self, step: Step, heard: GatheredStep) -> None:
         if heard.differing:
@@ -280,11 +258,11 @@ class StepSync:
             "graphs": self._graphs.made,
             "differing": self._graphs.untold,
         }
-        row = RankStats(0.0, 0.0, 0.0, 0.0, division=_code_of(step.batch, None), **own)
+        row = RankStats(0.0, 0.0, 0.0, 0.0, division=code_of(step.batch, None), **own)
         step.own_seconds = RankTimes(seconds)
         with waiting():
             heard = self._telling.start(step.number, row, NOTHING, step)()
-        self._check_divisions(heard, step, None)
+        check_divisions(heard.divisions, step, None, self._mesh.world)
         self._take_findings(step, heard)
         _take_rows(step, heard)
         _take_times(step, heard)
@@ -354,24 +332,6 @@ class StepSync:
             if self._late:  # on others it was checked when its row was read, or before its update
                 step.check_finite()
             yield step
-
-
-def _by_ranks(words: Sequence[str]) -> str:
-    ranks: dict[str, list[str]] = {}
-    for rank, each in enumerate(words):
-        ranks.setdefault(each, []).append(str(rank))
-    return "; ".join(f"{each} on rank {', '.join(those)}" for each, those in ranks.items())
-
-
-def _code_of(batch: Batch, upcoming: Batch | None, changes: tuple[str, ...] = ()) -> float:
-    """Returns a code of the shares and costs of the batches, and of changes of the trained parameters."""
-    code = zlib.crc32("".join(changes).encode(), _code_of_division(batch))
-    return float(code if upcoming is None else _code_of_division(upcoming, code))
-
-
-def _code_of_division(batch: Batch, code: int = 0) -> int:
-    code = zlib.crc32(array("q", batch.shares).tobytes(), code)
-    return zlib.crc32(array("d", batch.costs).tobytes(), code) if batch.costs else code
 
 
 def _values(numbers: Iterable[Readout]) -> list[float]:
