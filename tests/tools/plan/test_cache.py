@@ -166,8 +166,8 @@ def edited(path: Path, **values: Any) -> None:
     ("values", "words"),
     [
         ({"format": "another"}, "not of the format"),
-        ({"of_costs": {"update": float("nan")}}, "not at least 0 and finite"),
-        ({"of_costs": {"rest": {"overhead_seconds": -1.0, "seconds_per_sample": 0.0}}}, "not at least 0"),
+        ({"of_costs": {"update": float("nan")}}, "negative or not finite"),
+        ({"of_costs": {"input": {"overhead_seconds": -1.0, "seconds_per_sample": 0.0}}}, "negative"),
         ({"of_costs": {"sizes": ["a"]}}, "of batches of"),
         ({"costs": []}, "has no way to train"),
         ({"settings": []}, "no names with values"),

@@ -74,6 +74,43 @@ def test_steps_that_were_tried_are_predicted_exactly(ranks: int, fixed: float, r
         assert step_time(costs, size).seconds == pytest.approx(took(size).seconds)
 
 
+def test_terms_add_up_to_the_step_whichever_rank_was_slow() -> None:
+    """Ranks take turns in being slow, so no rank's line is that of the slowest."""
+    tried = [trial(8, 1.5, (0.8, 1.0)), trial(8, 1.5, (1.0, 0.8)), trial(24, 2.5, (1.6, 1.8))]
+    found = step_time(costs_of(tried, 0.0), 8)
+    assert found.compute + found.waiting < 1.0
+    assert found.seconds == pytest.approx(1.5)
+    assert step_time(costs_of(tried, 0.0), 24).seconds == pytest.approx(2.5)
+
+
+def test_what_comes_after_the_passes_may_become_less_with_the_batch() -> None:
+    """Messages hide behind passes: nothing of them is left at the larger size."""
+    costs = costs_of([trial(8, 1.0, (0.8,)), trial(32, 3.3, (3.2,))], 0.0)
+    assert [step_time(costs, size).communication for size in (8, 32, 80)] == pytest.approx([0.2, 0.1, 0.0])
+    for size, seconds in ((8, 1.0), (20, 2.15), (32, 3.3)):
+        assert step_time(costs, size).seconds == pytest.approx(seconds)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 64), st.floats(0.1, 1.0), st.floats(0.0, 0.5)), min_size=1, max_size=6)
+)
+def test_a_step_is_that_of_the_line_of_whole_steps_or_of_passes_alone(
+    rows: list[tuple[int, float, float]],
+) -> None:
+    tried = [trial(size, own + more, (own,)) for size, own, more in rows]
+    calm = undisturbed(tried)
+    line = line_through([(t.batch_size, t.seconds) for t in calm], [t.seconds**-2 for t in calm])
+    found = costs_of(tried, 0.0)
+    for size in {each.batch_size for each in tried}:
+        passes = found.compute[0](size)
+        assert step_time(found, size).seconds == pytest.approx(max(passes, line(size)))
+
+
+def test_after_one_size_only_the_passes_grow_with_the_batch() -> None:
+    costs = costs_of([trial(8, 1.0, (0.6,))], 0.0)
+    assert [step_time(costs, size).seconds for size in (8, 16)] == pytest.approx([1.0, 1.6])
+
+
 def test_ranks_that_share_samples_are_fitted_by_their_part() -> None:
     tried = [trial(size, 0.1 * size, (0.05 * size, 0.1 * size), parts=1) for size in (4, 16)]
     costs = costs_of(tried, 0.0)

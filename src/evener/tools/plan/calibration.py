@@ -148,11 +148,12 @@ def _costs(values: dict[str, Any]) -> StepCosts:
 
 def _check_costs(candidate: Candidate, costs: StepCosts) -> None:
     """Raises ValueError for numbers that only an edited file has."""
-    lines = [*costs.compute, costs.blocking, costs.rest, costs.input]
+    lines = [*costs.compute, costs.blocking, costs.input]
     numbers = [number for line in lines for number in (line.overhead_seconds, line.seconds_per_sample)]
     numbers += [costs.hidden, costs.exposed, costs.update, costs.bubble, costs.spread, costs.setup]
-    if not all(0 <= number < math.inf for number in numbers):
-        raise ValueError(f"the costs of {candidate.words} have a number that is not at least 0 and finite")
+    signed = [costs.rest.overhead_seconds, costs.rest.seconds_per_sample]
+    if not all(0 <= number < math.inf for number in numbers) or not all(map(math.isfinite, signed)):
+        raise ValueError(f"the costs of {candidate.words} have a number that is negative or not finite")
     if not all(type(size) is int and size > 0 for size in costs.sizes):
         raise ValueError(f"the costs of {candidate.words} are of batches of {list(costs.sizes)} samples")
     if len(costs.compute) != candidate.ranks or not 1 <= costs.parts <= candidate.ranks:

@@ -43,7 +43,8 @@ class StepCosts:
     blocking: Line = NOTHING
     """Communication within the passes, as of tensor parallelism, by a rank's own samples."""
     rest: Line = NOTHING
-    """Communication and whatever else comes after the passes, by the samples of the batch."""
+    """Communication and whatever else comes after the passes, by the samples of the batch. What was measured may
+    become less with the batch, where more of it hides behind the passes."""
     hidden: float = 0.0
     """The part of the passes behind which communication can hide."""
     exposed: float = 0.0
@@ -68,7 +69,7 @@ class StepCosts:
 
     def after_passes(self, batch_size: int, passes_seconds: float) -> float:
         """Returns the seconds of communication that do not hide behind the slowest rank's passes."""
-        return max(self.exposed, self.rest(batch_size) - self.hidden * passes_seconds)
+        return max(self.exposed, self.rest(batch_size) - self.hidden * passes_seconds, 0.0)
 
 
 @dataclass(frozen=True)

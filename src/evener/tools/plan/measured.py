@@ -19,6 +19,10 @@ OF_ALL = 4
 def costs_of(trials: Sequence[Trial], spread: float) -> StepCosts:
     """Returns the costs of the candidate of ``trials``: a few with each of several batch sizes.
 
+    What comes after the passes is what the lines of passes and input leave of the line of whole steps. So the terms add
+    up to steps as they were, though the slowest rank is another one in each trial, and no rank's line is that of the
+    slowest.
+
     Args:
         spread: That of all candidates (`spread_of`). It counts as much as ``OF_ALL`` differences of this one, for few
             are known of each.
@@ -30,15 +34,23 @@ def costs_of(trials: Sequence[Trial], spread: float) -> StepCosts:
         line_through([(_own(each, rank), each.compute[rank]) for each in trials], weights)
         for rank in range(ranks)
     )
-    inputs = [(max(each.shares), max(each.input)) for each in trials]
-    rest = [(each.batch_size, each.seconds - max(each.compute) - max(each.input)) for each in trials]
+
+    def slowest(trial: Trial) -> float:
+        return max(line(_own(trial, rank)) for rank, line in enumerate(compute))
+
+    inputs = line_through([(max(each.shares), max(each.input)) for each in trials], weights)
+    steps = line_through([(each.batch_size, each.seconds) for each in trials], weights)
+    rest = [
+        (each.batch_size, steps(each.batch_size) - slowest(each) - inputs(max(each.shares)))
+        for each in trials
+    ]
     within = median(pstdev(each.steps) / each.seconds / math.sqrt(len(each.steps)) for each in trials)
     repeated = _root_mean_square([spread] * OF_ALL + repeats)
     return StepCosts(
         compute,
         parts,
-        rest=line_through([(size, max(0.0, seconds)) for size, seconds in rest], weights),
-        input=line_through(inputs, weights),
+        rest=difference_through(rest, weights),
+        input=inputs,
         spread=math.hypot(repeated, within, _root_mean_square(off_line(trials))),
         setup=median(each.setup for each in trials),
         sizes=tuple(sorted({each.batch_size for each in trials})),
@@ -93,6 +105,19 @@ def line_through(points: Sequence[tuple[float, float]], weights: Sequence[float]
         return Line(mean_y, 0.0)
     if mean_y < slope * mean_x:
         return Line(0.0, sum(w * x * y for x, y, w in known) / sum(w * x * x for x, _, w in known))
+    return Line(mean_y - slope * mean_x, slope)
+
+
+def difference_through(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> Line:
+    """Returns the line by least squares through points that are differences of lines: its numbers may be negative.
+    Through one point, or several with the same samples, it is constant."""
+    whole = sum(weights)
+    mean_x, mean_y = (
+        sum(w * point[at] for w, point in zip(weights, points, strict=True)) / whole for at in (0, 1)
+    )
+    over = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    along = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
+    slope = along / over if over else 0.0
     return Line(mean_y - slope * mean_x, slope)
 
 

@@ -89,6 +89,6 @@ def with_all_reduces(
         for name in times.seconds:
             if name != times.default:
                 more = times.exposed_seconds(name, passes) - before
-                other = replace(rest, overhead_seconds=max(0.0, rest.overhead_seconds + more))
+                other = replace(rest, overhead_seconds=rest.overhead_seconds + more)
                 found[replace(way, allreduce=name)] = replace(usual, rest=other)
     return found
