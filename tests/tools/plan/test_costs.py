@@ -135,3 +135,12 @@ def test_what_was_not_tried_has_its_own_spread_at_any_size() -> None:
     untried = costs(LINE, spread=0.3)
     assert not untried.is_measured
     assert {step_time(untried, size).spread for size in (1, 64, 4096)} == {0.3}
+
+
+def test_a_pipeline_has_no_more_micro_batches_than_samples() -> None:
+    cut = costs(LINE, LINE, parts=1, pieces=4, piece=0.003)
+    for size, count in ((1, 1), (3, 3), (4, 4), (64, 4)):
+        took = step_time(cut, size)
+        assert took.compute == pytest.approx(count * LINE.overhead_seconds + size * LINE.seconds_per_sample)
+        assert took.communication == pytest.approx(0.003 * count)
+    assert step_time(cut, 64, passes=8).compute == pytest.approx(8 * LINE.overhead_seconds + 0.064)

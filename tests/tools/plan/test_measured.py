@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,8 @@ from evener.tools.plan.measured import (
     OF_ALL,
     costs_of,
     line_through,
+    most_pieces,
+    nonnegative_fit,
     off_line,
     repeat_spread,
     spread_of,
@@ -109,6 +113,62 @@ def test_a_step_is_that_of_the_line_of_whole_steps_or_of_passes_alone(
 def test_after_one_size_only_the_passes_grow_with_the_batch() -> None:
     costs = costs_of([trial(8, 1.0, (0.6,))], 0.0)
     assert [step_time(costs, size).seconds for size in (8, 16)] == pytest.approx([1.0, 1.6])
+
+
+def staged(batch_size: int, parts: int, fixed: float, piece: float, sample: float) -> Trial:
+    """A step of a pipeline of two stages, which cuts a share into at most four micro-batches."""
+    share = batch_size // parts
+    count = min(4, share)
+    own = tuple(stage * (piece * count + sample * share) for stage in (0.3, 0.5)) * parts
+    seconds = fixed + piece * count + sample * share
+    return replace(trial(batch_size, seconds, own, parts=parts), pieces=count)
+
+
+@given(st.sampled_from([1, 2]), numbers, st.floats(0.01, 1.0), st.floats(0.01, 1.0))
+def test_each_micro_batch_of_a_pipeline_costs_what_it_costs(
+    parts: int, fixed: float, piece: float, sample: float
+) -> None:
+    """Small batches have fewer of them: from 2 samples to 4 a step grows faster than from 4 to 8."""
+    costs = costs_of([staged(parts * n, parts, fixed, piece, sample) for n in (2, 8, 16, 8)], 0.0)
+    assert costs.pieces == 4
+    assert off_line([staged(parts * n, parts, fixed, piece, sample) for n in (2, 8, 16)]) == pytest.approx(
+        [0.0] * 3, abs=1e-6
+    )
+    for n in (1, 2, 3, 4, 6, 8, 12, 24):
+        found, true = step_time(costs, parts * n), staged(parts * n, parts, fixed, piece, sample)
+        assert found.seconds == pytest.approx(true.seconds, rel=1e-4)
+        assert found.compute + found.waiting == pytest.approx(max(true.compute), rel=1e-4)
+
+
+def test_a_pipeline_that_cuts_nothing_or_always_into_samples_takes_a_line() -> None:
+    whole = [trial(size, 1.0 + size, (1.0,)) for size in (2, 8, 16)]
+    single = [replace(each, pieces=each.batch_size) for each in whole]
+    assert most_pieces(whole) == most_pieces(single) == 1
+    assert costs_of(single, 0.0) == costs_of(whole, 0.0)
+
+
+def test_with_two_sizes_a_pipeline_still_has_fewer_micro_batches_at_smaller_ones() -> None:
+    """Both had 4 micro-batches, and 2 of them are not as long as 4."""
+    costs = costs_of([staged(n, 1, 0.0, 1.0, 0.1) for n in (8, 16)], 0.0)
+    assert step_time(costs, 12).seconds == pytest.approx(4 + 1.2)
+    assert 2 + 0.2 <= step_time(costs, 2).seconds < 0.8 * step_time(costs, 4).seconds
+
+
+@given(st.lists(st.floats(-1.0, 1.0), min_size=3, max_size=3))
+def test_no_factor_is_negative_and_no_other_fit_of_some_terms_is_better(factors: list[float]) -> None:
+    terms = [(2, 2, 1), (4, 8, 1), (4, 16, 1), (4, 24, 1)]
+    values = [2.0 + sum(x * y for x, y in zip(row, factors, strict=True)) for row in terms]
+
+    def error(found: Sequence[float]) -> float:
+        rows = zip(terms, values, strict=True)
+        return sum((sum(x * y for x, y in zip(row, found, strict=True)) - value) ** 2 for row, value in rows)
+
+    best = nonnegative_fit(terms, values, [1.0] * 4)
+    assert min(best) >= 0
+    for at in range(3):  # no step along an axis that keeps it non-negative is better
+        for more in (-1e-3, 1e-3):
+            moved = [*best[:at], max(0.0, best[at] + more), *best[at + 1 :]]
+            assert error(moved) >= error(best) - 1e-7
 
 
 def test_ranks_that_share_samples_are_fitted_by_their_part() -> None:

@@ -49,13 +49,15 @@ class PipelineStepper(Stepper):
         """Order of the last step."""
         self.timed: list[TimedAction] = []
         """Times of this rank's actions in the last step."""
+        self.pieces = 0
+        """Number of pieces of the last step."""
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
         place, learner, before = self.place, self.place.learner, self.place.learner.loose_buffers.versions()
         cut = [self._pieces(micro, batch) for micro in batch.micro_batches]
         pieces = list(chain.from_iterable(cut))
         plan = plan_of(self._schedule, place.post.degree, place.stages, len(pieces), place.post.index)
-        self.order = plan.order
+        self.order, self.pieces = plan.order, len(pieces)
         with learner.work_timer.step(step):
             looked_at = len(cut[0]) if self._unchecked and len(cut[0]) > 1 else 0
             turn = ScheduleRunner(place, plan, pieces, divisor, step, looked_at)

@@ -151,11 +151,13 @@ def _check_costs(candidate: Candidate, costs: StepCosts) -> None:
     lines = [*costs.compute, costs.blocking, costs.input]
     numbers = [number for line in lines for number in (line.overhead_seconds, line.seconds_per_sample)]
     numbers += [costs.hidden, costs.exposed, costs.update, costs.bubble, costs.spread, costs.setup]
-    signed = [costs.rest.overhead_seconds, costs.rest.seconds_per_sample]
+    signed = [costs.rest.overhead_seconds, costs.rest.seconds_per_sample, costs.piece]
     if not all(0 <= number < math.inf for number in numbers) or not all(map(math.isfinite, signed)):
         raise ValueError(f"the costs of {candidate.words} have a number that is negative or not finite")
-    if not all(type(size) is int and size > 0 for size in costs.sizes):
-        raise ValueError(f"the costs of {candidate.words} are of batches of {list(costs.sizes)} samples")
+    if not all(type(size) is int and size > 0 for size in (*costs.sizes, costs.pieces)):
+        raise ValueError(
+            f"the costs of {candidate.words} are of batches of {list(costs.sizes)} samples in {costs.pieces} pieces"
+        )
     if len(costs.compute) != candidate.ranks or not 1 <= costs.parts <= candidate.ranks:
         raise ValueError(f"the costs of {candidate.words} are not those of {candidate.ranks} ranks")
 

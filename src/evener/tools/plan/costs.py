@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import NormalDist
 
 from evener.balance.shares import solve
@@ -60,6 +60,11 @@ class StepCosts:
     setup: float = 0.0
     """Seconds until the first step is done, besides those of starting ranks: for making the model, the groups of ranks
     and the optimizer's state. 0 if that is not known."""
+    pieces: int = 1
+    """The most micro-batches into which a pipeline cuts a share, each of at least one sample. Each costs the fixed part
+    of the passes again."""
+    piece: float = 0.0
+    """Seconds that each of them adds besides, as of messages and idle stages."""
     sizes: tuple[int, ...] = ()
     """The batch sizes that were tried. Empty if this way was not tried."""
 
@@ -69,7 +74,13 @@ class StepCosts:
 
     def after_passes(self, batch_size: int, passes_seconds: float) -> float:
         """Returns the seconds of communication that do not hide behind the slowest rank's passes."""
-        return max(self.exposed, self.rest(batch_size) - self.hidden * passes_seconds, 0.0)
+        pieces = self.pieces_of(-(-batch_size // self.parts))
+        rest = self.rest(batch_size) + self.piece * pieces
+        return max(self.exposed, rest - self.hidden * passes_seconds, 0.0)
+
+    def pieces_of(self, samples: int) -> int:
+        """Returns the number of micro-batches into which a pipeline cuts a share; 1 without one."""
+        return max(1, min(self.pieces, samples))
 
 
 @dataclass(frozen=True)
@@ -127,25 +138,31 @@ def step_time(
         weights: Relative shares, for fixed ones.
         balanced: True for the shares with which the slowest rank is soonest through.
     """
-    lines = [replace(line, overhead_seconds=line.overhead_seconds * passes) for line in costs.compute]
-    lines = [line.scaled(1 / speed) for line, speed in zip(lines, speeds or [1.0] * len(lines), strict=True)]
+    ranks = len(costs.compute)
+    factors = [1 / speed for speed in speeds or [1.0] * ranks]
+
+    def took(rank: int, samples: int) -> float:
+        line = costs.compute[rank]
+        fixed = line.overhead_seconds * max(passes, costs.pieces_of(samples))
+        return (fixed + line.seconds_per_sample * samples) * factors[rank]
+
     members = [list[int]() for _ in range(costs.parts)]
-    for rank in range(len(lines)):
-        members[part_of(rank, costs.parts, len(lines))].append(rank)
-    slowest = [lambda n, team=tuple(team): max(lines[rank](n) for rank in team) for team in members]
+    for rank in range(ranks):
+        members[part_of(rank, costs.parts, ranks)].append(rank)
+    slowest = [lambda n, team=tuple(team): max(took(rank, n) for rank in team) for team in members]
     if balanced and costs.parts > 1:
         shares = solve(slowest, batch_size)
     else:
         shares = by_weights(batch_size, weights or [1.0] * costs.parts)
-    own = [shares[part_of(rank, costs.parts, len(lines))] for rank in range(len(lines))]
-    took = [line(samples) or line.overhead_seconds for line, samples in zip(lines, own, strict=True)]
-    compute = min(max(took), sum(took) / len(took))  # a mean of equal numbers may be larger by rounding
-    communication = max(map(costs.blocking, own)) + costs.after_passes(batch_size, max(took))
+    own = [shares[part_of(rank, costs.parts, ranks)] for rank in range(ranks)]
+    each = [took(rank, samples) for rank, samples in enumerate(own)]
+    compute = min(max(each), sum(each) / ranks)  # a mean of equal numbers may be larger by rounding
+    communication = max(map(costs.blocking, own)) + costs.after_passes(batch_size, max(each))
     return StepTime(
         tuple(shares),
         compute,
-        max(took) - compute,
-        max(took) * costs.bubble / passes,
+        max(each) - compute,
+        max(each) * costs.bubble / passes,
         communication,
         costs.update,
         max(costs.input(samples) for samples in own),

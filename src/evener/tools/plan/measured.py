@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from statistics import mean, median, pstdev
+
+import numpy as np
 
 from evener.balance.time_model import Line
 from evener.tools.plan.candidates import Candidate
@@ -29,40 +31,85 @@ def costs_of(trials: Sequence[Trial], spread: float) -> StepCosts:
     """
     repeats, trials = _repeats(trials), undisturbed(trials)
     ranks, parts = trials[0].candidate.ranks, len(trials[0].shares)
-    weights = [each.seconds**-2 for each in trials]  # errors count in per cent of the step
-    compute = tuple(
-        line_through([(_own(each, rank), each.compute[rank]) for each in trials], weights)
-        for rank in range(ranks)
-    )
-
-    def slowest(trial: Trial) -> float:
-        return max(line(_own(trial, rank)) for rank, line in enumerate(compute))
-
+    weights, pieces = _weights(trials), _pieces(trials)
+    compute = tuple(_passes(rank, trials, pieces, weights) for rank in range(ranks))
     inputs = line_through([(max(each.shares), max(each.input)) for each in trials], weights)
-    steps = line_through([(each.batch_size, each.seconds) for each in trials], weights)
-    rest = [
-        (each.batch_size, steps(each.batch_size) - slowest(each) - inputs(max(each.shares)))
-        for each in trials
-    ]
+    left = list[float]()
+    for each, count, step in zip(trials, pieces, _whole_steps(trials), strict=True):
+        own = [(line, _own(each, rank)) for rank, line in enumerate(compute)]
+        passes = max(line.overhead_seconds * count + line.seconds_per_sample * n for line, n in own)
+        left.append(step - passes - inputs(max(each.shares)))
+    piece, rest = _rest(trials, left, weights)
     within = median(pstdev(each.steps) / each.seconds / math.sqrt(len(each.steps)) for each in trials)
     repeated = _root_mean_square([spread] * OF_ALL + repeats)
     return StepCosts(
         compute,
         parts,
-        rest=difference_through(rest, weights),
+        rest=rest,
         input=inputs,
         spread=math.hypot(repeated, within, _root_mean_square(off_line(trials))),
         setup=median(each.setup for each in trials),
+        pieces=most_pieces(trials),
+        piece=piece,
         sizes=tuple(sorted({each.batch_size for each in trials})),
     )
 
 
+def most_pieces(trials: Sequence[Trial]) -> int:
+    """Returns the most micro-batches into which a pipeline cuts a share. 1 if it cuts none, or if each had one sample
+    in all trials: then steps take a line of the samples.
+
+    Below that number a share has a micro-batch for each sample, and above it micro-batches have more samples. So a step
+    takes one line of the samples below, and a flatter one above.
+    """
+    most = max(each.pieces for each in trials)
+    return most if any(max(each.shares) > most for each in trials) else 1
+
+
 def off_line(trials: Sequence[Trial]) -> list[float]:
-    """Returns for each trial of a candidate how far its step is from a line of the batch size, in parts of the step.
-    Not 0 where a machine does not take a line, or was disturbed."""
-    points = [(each.batch_size, each.seconds) for each in trials]
-    line = line_through(points, [seconds**-2 for _, seconds in points])
-    return [line(size) / seconds - 1 for size, seconds in points]
+    """Returns for each trial of a candidate how far its step is from what is fitted to all of them, in parts of the
+    step: a line of the batch size, and of a pipeline's micro-batches. Not 0 where a machine does not take a line, or
+    was disturbed."""
+    fitted = _whole_steps(trials)
+    return [step / each.seconds - 1 for step, each in zip(fitted, trials, strict=True)]
+
+
+def _weights(trials: Sequence[Trial]) -> list[float]:
+    return [each.seconds**-2 for each in trials]  # errors count in per cent of the step
+
+
+def _pieces(trials: Sequence[Trial]) -> list[int]:
+    most = most_pieces(trials)
+    return [min(most, max(each.shares)) for each in trials]
+
+
+def _passes(rank: int, trials: Sequence[Trial], pieces: Sequence[int], weights: Sequence[float]) -> Line:
+    """Returns the passes of a rank with one micro-batch, by its samples."""
+    given = [*zip(trials, pieces, weights, strict=True)]
+    points = [(_own(each, rank) / count, each.compute[rank] / count) for each, count, _ in given]
+    return line_through(points, [weight * count**2 for _, count, weight in given])
+
+
+def _whole_steps(trials: Sequence[Trial]) -> list[float]:
+    """Returns the seconds of a step that are fitted to the trials of a candidate, for each of them."""
+    sizes, seconds = [each.batch_size for each in trials], [each.seconds for each in trials]
+    if most_pieces(trials) == 1:
+        line = line_through([*zip(sizes, seconds, strict=True)], _weights(trials))
+        return [line(size) for size in sizes]
+    terms = [*zip(_pieces(trials), sizes, [1] * len(sizes), strict=True)]
+    found = nonnegative_fit(terms, seconds, _weights(trials))
+    return [sum(number * term for number, term in zip(found, row, strict=True)) for row in terms]
+
+
+def _rest(trials: Sequence[Trial], left: Sequence[float], weights: Sequence[float]) -> tuple[float, Line]:
+    """Returns what each micro-batch adds to passes and input, and the line of what else does, by the batch."""
+    if most_pieces(trials) == 1 or len({each.batch_size for each in trials}) < 3:
+        return 0.0, difference_through(
+            [(t.batch_size, y) for t, y in zip(trials, left, strict=True)], weights
+        )
+    terms = [(count, each.batch_size, 1) for count, each in zip(_pieces(trials), trials, strict=True)]
+    piece, sample, fixed = least_squares(terms, left, weights)
+    return piece, Line(fixed, sample)
 
 
 def unclear(trials: Sequence[Trial]) -> list[tuple[Candidate, int]]:
@@ -119,6 +166,32 @@ def difference_through(points: Sequence[tuple[float, float]], weights: Sequence[
     along = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
     slope = along / over if over else 0.0
     return Line(mean_y - slope * mean_x, slope)
+
+
+def least_squares(
+    terms: Sequence[Sequence[float]], values: Sequence[float], weights: Sequence[float]
+) -> list[float]:
+    """Returns the factors of the terms, one row for each value, with the least squares of errors."""
+    root = np.sqrt(np.asarray(weights, dtype=float))
+    rows = np.asarray(terms, dtype=float) * root[:, None]
+    return [float(each) for each in np.linalg.lstsq(rows, np.asarray(values) * root, rcond=None)[0]]
+
+
+def nonnegative_fit(
+    terms: Sequence[Sequence[float]], values: Sequence[float], weights: Sequence[float]
+) -> list[float]:
+    """Returns the factors of the terms, none of them negative, with the least squares of errors: the best of the fits
+    of some terms alone. Of equally good ones it is the first with the fewest terms."""
+    number = len(terms[0])
+    best, least = [0.0] * number, sum(w * y**2 for w, y in zip(weights, values, strict=True))
+    for kept in (each for count in range(1, number + 1) for each in combinations(range(number), count)):
+        found = least_squares([[row[at] for at in kept] for row in terms], values, weights)
+        factors = [found[kept.index(at)] if at in kept else 0.0 for at in range(number)]
+        fitted = [sum(factor * term for factor, term in zip(factors, row, strict=True)) for row in terms]
+        error = sum(w * (x - y) ** 2 for w, x, y in zip(weights, fitted, values, strict=True))
+        if min(found) >= 0 and error < least * (1 - 1e-6) - 1e-12:
+            best, least = factors, error
+    return best
 
 
 def spread_of(tried: Iterable[Sequence[Trial]]) -> float:

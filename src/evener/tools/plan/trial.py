@@ -30,6 +30,8 @@ class Trial:
     bucket_nbytes: int = 0
     """Bytes of a bucket of ``ddp``, and of all gradients. 0 with other strategies."""
     gradient_nbytes: int = 0
+    pieces: int = 1
+    """The number of micro-batches into which a pipeline cut each share."""
     retries: int = 0
     """How often a step was repeated in pieces because memory ran out."""
 

@@ -21,6 +21,8 @@ from evener.distributed.launch.launch import launch
 from evener.distributed.session import Session
 from evener.errors import EvenerError
 from evener.strategies.ddp import DdpSum
+from evener.strategies.interfaces import Stepper
+from evener.strategies.pipeline.stepper import PipelineStepper
 from evener.strategies.synchronizer import Synchronizer
 from evener.tools.plan.candidates import Candidate
 from evener.tools.plan.measured import unclear
@@ -163,6 +165,7 @@ def _one(
             _medians([counted[place].input_seconds for place in kept]),
             setup,
             *_sums_of(engine.learner.synchronizer),
+            pieces=_pieces_of(engine.learner.stepper),
             retries=sum(int(each) for step in records for each in step.retries),
         )
 
@@ -172,6 +175,10 @@ def _sums_of(synchronizer: Synchronizer) -> tuple[int, int]:
     if not isinstance(synchronizer, DdpSum):
         return 0, 0
     return synchronizer.bucket_bytes, synchronizer.gradient_nbytes
+
+
+def _pieces_of(stepper: Stepper) -> int:
+    return stepper.pieces if isinstance(stepper, PipelineStepper) else 1
 
 
 def _medians(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
