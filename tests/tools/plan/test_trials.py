@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.tools.plan.candidates import Candidate
 from evener.tools.plan.measured import unclear
+from evener.tools.plan.rounds import LEAST_STEPS
 from evener.tools.plan.sum_trials import SumTimes
 from evener.tools.plan.trial import Trial
-from evener.tools.plan.trials import LEAST_STEPS, Refusal, run_trials
+from evener.tools.plan.trials import Refusal, run_trials
+from tests.tools.plan.models import classes_task, mlp
 
 CONFIG = RunConfig(device="cpu")
 ONE, TWO = Candidate(1, "single"), Candidate(2, "ddp")
@@ -110,3 +113,19 @@ def test_an_error_of_the_model_on_all_ranks_is_a_reason_and_trials_go_on() -> No
     assert "6 samples are not 8" in reasons.pop(TWO)
     assert "6 samples are not 8" in reasons.popitem()[1]
     assert not reasons
+
+
+class Normalized(nn.Sequential):
+    """Layers that look at several samples: a pipeline does not cut its batches."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
+
+
+@pytest.mark.slow
+def test_a_pipeline_says_into_how_many_micro_batches_it_cuts() -> None:
+    way, sizes = Candidate(2, "pipeline", ("balance=equal",)), (8, 2)
+    for model, expected in ((mlp, [4, 2]), (Normalized, [1, 1])):
+        task = partial(classes_task, model, 16)
+        found = run_trials(task, None, CONFIG, [[(way, size) for size in sizes]], 0.0, 60.0)
+        assert [each.pieces for each in found if isinstance(each, Trial)][:2] == expected

@@ -2,6 +2,7 @@
 
 ===============  ================================================================================
 ``candidates``   the ways to train that are compared
+``rounds``       which trials are made, and how long each may take
 ``trials``       takes a few real steps in each way, on ranks of this machine
 ``sum_trials``   times the all-reduces that ``ddp`` may take
 ``measured``     the costs that trials show

@@ -29,7 +29,6 @@ from evener.tools.plan.candidates import (
     NEVER_TRIED,
     SPECIAL,
     Candidate,
-    candidates_of,
     numbers_of_ranks,
     strategy_named,
 )
@@ -37,6 +36,7 @@ from evener.tools.plan.costs import StepCosts, StepTime, step_time
 from evener.tools.plan.local_steps_way import fastest_by_local_steps
 from evener.tools.plan.measured import costs_of, spread_of
 from evener.tools.plan.result import TrainingPlan, Way, best_all_reduce
+from evener.tools.plan.rounds import START_SECONDS, Round, rounds_of, seconds_of_first
 from evener.tools.plan.structure import structure_of
 from evener.tools.plan.sum_trials import SumTimes, with_all_reduces
 from evener.tools.plan.trial import Trial
@@ -46,11 +46,6 @@ from evener.training.builtin_tasks import BUILT_IN
 
 SECONDS = 40.0
 """About how long all trials take together."""
-START_SECONDS = 4.0
-"""About how long it takes to start ranks and to import PyTorch."""
-SMALLER, LARGER = 4, 2
-"""A batch of a quarter of the size is tried, too, and one of twice the size. What is asked for lies between them, or
-not far beyond."""
 SETUP_SECONDS = 0.15
 """About how long it takes to set up a trial of a small model."""
 TRIAL_SECONDS = 0.05, 1.0
@@ -184,17 +179,23 @@ def calibrate(
     numbers = numbers or numbers_of_ranks(one_number(config.processes) or default_processes(kind))
     batch_size, load = config.batch_size or built.batch_size, os.getloadavg()[0]
     of_settings, config = counted_settings(config), with_grains(config, batch_size)
-    asked = {ranks: _asked(ranks, config, batch_size) for ranks in numbers}
+    asked = {ranks: rounds_of(ranks, config, batch_size) for ranks in numbers}
     trials = sum(len(pairs) for rounds in asked.values() for pairs in rounds)
     each = (seconds - START_SECONDS * len(numbers)) / trials - SETUP_SECONDS
     each = min(TRIAL_SECONDS[1], max(TRIAL_SECONDS[0], each))
     found, refused, sums = list[Trial](), dict[str, str](), dict[int, SumTimes]()
     began, hopeless = time.monotonic(), set[str]()
     again = numbers[:1] if len(numbers) > 1 else ()  # its trials are over too soon to outlast a disturbance
-    for place, ranks in enumerate([*numbers, *again]):
-        left = max(0.0, seconds - (time.monotonic() - began)) / (len(numbers) + len(again) - place)
-        wanted = [[pair for pair in pairs if pair[0].strategy not in hopeless] for pairs in asked[ranks]]
-        took, reasons, timed = _tried(task, options, config, wanted, each, left)
+    for place in range(len(numbers) + len(again)):
+        todo = [
+            [[pair for pair in pairs if pair[0].strategy not in hopeless] for pairs in asked[ranks]]
+            for ranks in [*numbers, *again][place:]
+        ]
+        wanted = todo[0]
+        if not wanted[0]:
+            continue
+        most = seconds_of_first(todo, seconds - (time.monotonic() - began), usable_cores())
+        took, reasons, timed = _tried(task, options, config, wanted, each, most)
         sums |= {each.ranks: each for each in timed}
         hopeless |= {pair[0].strategy for pair in wanted[0] if pair[0].words in reasons} & set(SPECIAL)
         refused |= reasons
@@ -221,22 +222,11 @@ def calibrate(
     )
 
 
-def _asked(ranks: int, config: RunConfig, batch_size: int) -> list[list[tuple[Candidate, int]]]:
-    """Returns the trials on a number of ranks, in two rounds: the batch in both, a larger and a smaller one in one. The
-    first is made once more at the end of each. The larger one comes first, in case that there is no time for all."""
-    found, smaller = candidates_of(ranks, config), max(ranks, batch_size // SMALLER)
-    others = [LARGER * batch_size], [smaller] * (smaller < batch_size)
-    return [
-        [*((each, size) for each in found for size in (batch_size, *other)), (found[0], batch_size)]
-        for other in others
-    ]
-
-
 def _tried(
     task: TaskLike,
     options: Mapping[str, Any] | None,
     config: RunConfig,
-    rounds: list[list[tuple[Candidate, int]]],
+    rounds: list[Round],
     seconds: float,
     most_seconds: float,
 ) -> tuple[list[Trial], dict[str, str], list[SumTimes]]:

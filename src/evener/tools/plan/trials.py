@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -26,14 +27,15 @@ from evener.strategies.pipeline.stepper import PipelineStepper
 from evener.strategies.synchronizer import Synchronizer
 from evener.tools.plan.candidates import Candidate
 from evener.tools.plan.measured import unclear
+from evener.tools.plan.rounds import Round, steps_in
 from evener.tools.plan.sum_trials import SumTimes, time_sums
 from evener.tools.plan.trial import Trial
 from evener.training.builtin_tasks import BUILT_IN
 from evener.training.engine import Engine
 
 WARM_STEPS = 2
-"""Steps before those that count. In them the optimizer makes its state and buckets are laid out."""
-LEAST_STEPS, MOST_STEPS = 4, 40
+"""Steps before those that count. In them the optimizer makes its state and buckets are laid out. The next one says how
+many there is time for."""
 TIMEOUT_SECONDS = 60.0
 NO_TIME = "there was no time to try it"
 
@@ -50,7 +52,7 @@ def run_trials(
     task: TaskLike,
     options: Mapping[str, Any] | None,
     config: RunConfig,
-    rounds: Sequence[Sequence[tuple[Candidate, int]]],
+    rounds: Sequence[Round],
     seconds: float,
     most_seconds: float,
 ) -> list[Trial | Refusal | SumTimes]:
@@ -58,12 +60,12 @@ def run_trials(
 
     A machine is often slower for some seconds, and what is tried just then would look slower than the rest. So a trial
     is repeated in another round, with all others in between. In later rounds the fastest ways come first, as long as
-    there is time. What has taken different times is tried once more.
+    there is time. If there is little, trials take fewer steps, so that more of them are made. What has taken different
+    times is tried once more.
 
     Args:
-        rounds: In each round the trials: candidates of one number of ranks, each with a batch size. A candidate that
-            fails with the first size of all is refused. Another size is left out alone.
-        seconds: About how long each trial takes its steps.
+        rounds: A candidate that fails with the first size of all is refused. Another size is left out alone.
+        seconds: About how long each trial takes its steps at most.
         most_seconds: No further trial begins after this time.
 
     Returns:
@@ -83,7 +85,7 @@ def _on_rank(
     task: TaskLike,
     options: Mapping[str, Any] | None,
     config: RunConfig,
-    rounds: list[list[tuple[Candidate, int]]],
+    rounds: list[Round],
     seconds: float,
     most_seconds: float,
 ) -> list[Trial | Refusal | SumTimes]:
@@ -97,13 +99,16 @@ def _on_rank(
             paces = {each.candidate: each.pace for each in found}
             wanted = rounds[number] if number < len(rounds) else unclear(found)
             paces, wanted = session.control.broadcast_object((paces, wanted))
-            for candidate, batch_size in sorted(wanted, key=lambda pair: paces.get(pair[0], 0.0)):
-                if session.control.broadcast_object(time.perf_counter() - began) > most_seconds:
+            todo = sorted(wanted, key=lambda pair: paces.get(pair[0], 0.0))
+            for place, (candidate, batch_size) in enumerate(todo):
+                left = most_seconds - session.control.broadcast_object(time.perf_counter() - began)
+                if left < 0:
                     refused.setdefault(candidate, NO_TIME)
                 if candidate in refused or (candidate, batch_size) in failed:
                     continue
+                others = sum(each not in refused for each, _ in chain(todo[place:], *rounds[number + 1 :]))
                 try:
-                    trial = _one(built, candidate, batch_size, config, session, seconds)
+                    trial = _one(built, candidate, batch_size, config, session, (seconds, left / others))
                 except Exception as error:  # of a model, too, which may not bear to be divided so
                     failed.add((candidate, batch_size))
                     if batch_size == needed:
@@ -133,8 +138,14 @@ def quiet() -> Iterator[None]:
 
 
 def _one(
-    task: Task, candidate: Candidate, batch_size: int, config: RunConfig, session: Session, seconds: float
+    task: Task,
+    candidate: Candidate,
+    batch_size: int,
+    config: RunConfig,
+    session: Session,
+    seconds: tuple[float, float],
 ) -> Trial:
+    """Tries a candidate for ``seconds`` of steps and in all."""
     began = time.perf_counter()
     with Engine(task, candidate.config(config, batch_size), session=session) as engine:
         taken, records, left = list[float](), [], WARM_STEPS + 1
@@ -149,9 +160,9 @@ def _one(
                 if len(taken) == 1:
                     setup = time.perf_counter() - began
                 if len(taken) == WARM_STEPS + 1:
-                    wanted = round(seconds / max(taken[-1], 1e-6))
-                    left = session.control.broadcast_object(min(MOST_STEPS, max(LEAST_STEPS, wanted)))
-        counted = [step.record() for step in records[WARM_STEPS + 1 :]]
+                    spare = seconds[1] - (time.perf_counter() - began)
+                    left = session.control.broadcast_object(steps_in(min(seconds[0], spare), taken[-1]) - 1)
+        counted = [step.record() for step in records[WARM_STEPS:]]
         whole = max(
             each.samples for each in counted
         )  # the last batch of an epoch is smaller, and so is a small set
@@ -160,7 +171,7 @@ def _one(
             candidate,
             whole,
             counted[kept[-1]].shares,
-            tuple(taken[WARM_STEPS + 1 + place] for place in kept),
+            tuple(taken[WARM_STEPS + place] for place in kept),
             _medians([counted[place].compute_seconds for place in kept]),
             _medians([counted[place].input_seconds for place in kept]),
             setup,
