@@ -209,6 +209,17 @@ def test_disturbed_trials_do_not_count_and_make_a_prediction_less_certain() -> N
     assert costs_of(disturbed, 0.0).spread > costs_of(quiet, 0.0).spread
 
 
+def test_a_start_that_was_slower_counts_as_much_as_one_that_was_faster() -> None:
+    """A run is another start. Within one, only the fastest trials count."""
+    fast = [trial(size, size * 0.1, (size * 0.1,)) for size in (8, 8, 32)]
+    slow = [replace(trial(size, size * 0.13, (size * 0.13,)), start=1) for size in (8, 8, 32)]
+    disturbed = replace(trial(8, 2.0, (2.0,)), start=1)
+    assert undisturbed([*fast, *slow, disturbed]) == [*fast, *slow]
+    found = costs_of([*fast, *slow, disturbed], 0.0)
+    assert 0.1 * 16 < step_time(found, 16).seconds < 0.13 * 16
+    assert found.spread > costs_of(fast, 0.0).spread
+
+
 @given(st.lists(st.floats(0.9, 1.3), min_size=1, max_size=4))
 def test_what_took_different_times_is_unclear(times: list[float]) -> None:
     found = unclear([trial(12, each, (each,)) for each in times])

@@ -125,12 +125,16 @@ def unclear(trials: Sequence[Trial]) -> list[tuple[Candidate, int]]:
 
 
 def undisturbed(trials: Sequence[Trial]) -> list[Trial]:
-    """Returns the trials of a candidate that are about as fast as the fastest with the same batch size."""
-    fastest = dict[int, Trial]()
+    """Returns the trials of a candidate that are about as fast as the fastest of the same start and batch size.
+
+    A task on one rank may be slower by a fifth for as long as its process lives, and a run is another start. So no
+    start counts as disturbed because another was faster.
+    """
+    fastest = dict[tuple[int, int], float]()
     for each in trials:
-        known = fastest.get(each.batch_size)
-        fastest[each.batch_size] = each if known is None or each.seconds < known.seconds else known
-    return [each for each in trials if each.seconds <= (1 + DISTURBED) * fastest[each.batch_size].seconds]
+        key = each.start, each.batch_size
+        fastest[key] = min(each.seconds, fastest.get(key, math.inf))
+    return [each for each in trials if each.seconds <= (1 + DISTURBED) * fastest[each.start, each.batch_size]]
 
 
 def line_through(points: Sequence[tuple[float, float]], weights: Sequence[float] | None = None) -> Line:

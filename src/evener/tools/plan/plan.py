@@ -185,7 +185,7 @@ def calibrate(
     each = min(TRIAL_SECONDS[1], max(TRIAL_SECONDS[0], each))
     found, refused, sums = list[Trial](), dict[str, str](), dict[int, SumTimes]()
     began, hopeless = time.monotonic(), set[str]()
-    again = numbers[:1] if len(numbers) > 1 else ()  # its trials are over too soon to outlast a disturbance
+    again = numbers[:1] if len(numbers) > 1 else ()  # its trials are over soon, and a run is another start
     for place in range(len(numbers) + len(again)):
         todo = [
             [[pair for pair in pairs if pair[0].strategy not in hopeless] for pairs in asked[ranks]]
@@ -199,7 +199,7 @@ def calibrate(
         sums |= {each.ranks: each for each in timed}
         hopeless |= {pair[0].strategy for pair in wanted[0] if pair[0].words in reasons} & set(SPECIAL)
         refused |= reasons
-        found += took
+        found += [replace(each, start=place) for each in took]
     tried = {
         each: [trial for trial in found if trial.candidate == each] for each in (t.candidate for t in found)
     }

@@ -32,6 +32,8 @@ class Trial:
     gradient_nbytes: int = 0
     pieces: int = 1
     """The number of micro-batches into which a pipeline cut each share."""
+    start: int = 0
+    """Trials with the same number were made by the same processes."""
     retries: int = 0
     """How often a step was repeated in pieces because memory ran out."""
 
