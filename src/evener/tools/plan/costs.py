@@ -7,7 +7,8 @@
                     fixed + each · samples
 
 The passes of a rank take a line of its samples. Everything after the slowest rank's passes is one more line, of the
-samples of the batch. All decisions here are made by pure functions: whoever has the same costs gets the same plan.
+samples of the batch. A pipeline's micro-batches are as many passes. All decisions here are made by pure functions:
+whoever has the same costs gets the same plan.
 """
 
 from __future__ import annotations
