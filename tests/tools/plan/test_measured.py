@@ -215,6 +215,8 @@ def test_a_start_that_was_slower_counts_as_much_as_one_that_was_faster() -> None
     slow = [replace(trial(size, size * 0.13, (size * 0.13,)), start=1) for size in (8, 8, 32)]
     disturbed = replace(trial(8, 2.0, (2.0,)), start=1)
     assert undisturbed([*fast, *slow, disturbed]) == [*fast, *slow]
+    busy = [replace(each, steps=tuple(2 * step for step in each.steps)) for each in slow]
+    assert undisturbed([*fast, *busy]) == fast
     found = costs_of([*fast, *slow, disturbed], 0.0)
     assert 0.1 * 16 < step_time(found, 16).seconds < 0.13 * 16
     assert found.spread > costs_of(fast, 0.0).spread

@@ -12,8 +12,11 @@ import numpy as np
 from evener.balance.time_model import Line
 from evener.tools.plan.candidates import Candidate
 from evener.tools.plan.costs import StepCosts, part_of
-from evener.tools.plan.trial import DISTURBED, Trial
+from evener.tools.plan.trial import DISTURBED, OTHER_START, Trial
 
+UNREPEATED_SPREAD = 0.06
+"""The relative difference of two trials that are the same, where there was no time to repeat any: half of the cases on
+a machine of 2 cores differed by more than 4 %."""
 OF_ALL = 4
 """The number of differences between trials of one candidate that those of all candidates together weigh as much as."""
 
@@ -127,14 +130,20 @@ def unclear(trials: Sequence[Trial]) -> list[tuple[Candidate, int]]:
 def undisturbed(trials: Sequence[Trial]) -> list[Trial]:
     """Returns the trials of a candidate that are about as fast as the fastest of the same start and batch size.
 
-    A task on one rank may be slower by a fifth for as long as its process lives, and a run is another start. So no
-    start counts as disturbed because another was faster.
+    A task on one rank may be slower by a fifth, and a small batch by two, for as long as its process lives, and a run
+    is another start. So a start does not count as disturbed because another was faster, unless by ``OTHER_START``.
     """
-    fastest = dict[tuple[int, int], float]()
+    fastest, of_all = dict[tuple[int, int], float](), dict[int, float]()
     for each in trials:
-        key = each.start, each.batch_size
+        size, key = each.batch_size, (each.start, each.batch_size)
         fastest[key] = min(each.seconds, fastest.get(key, math.inf))
-    return [each for each in trials if each.seconds <= (1 + DISTURBED) * fastest[each.start, each.batch_size]]
+        of_all[size] = min(each.seconds, of_all.get(size, math.inf))
+    return [
+        each
+        for each in trials
+        if each.seconds <= (1 + DISTURBED) * fastest[each.start, each.batch_size]
+        and each.seconds <= (1 + OTHER_START) * of_all[each.batch_size]
+    ]
 
 
 def line_through(points: Sequence[tuple[float, float]], weights: Sequence[float] | None = None) -> Line:

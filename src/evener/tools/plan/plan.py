@@ -34,7 +34,7 @@ from evener.tools.plan.candidates import (
 )
 from evener.tools.plan.costs import StepCosts, StepTime, step_time
 from evener.tools.plan.local_steps_way import fastest_by_local_steps
-from evener.tools.plan.measured import costs_of, spread_of
+from evener.tools.plan.measured import UNREPEATED_SPREAD, costs_of, spread_of
 from evener.tools.plan.result import TrainingPlan, Way, best_all_reduce
 from evener.tools.plan.rounds import START_SECONDS, Round, rounds_of, seconds_of_first
 from evener.tools.plan.structure import structure_of
@@ -204,7 +204,7 @@ def calibrate(
         each: [trial for trial in found if trial.candidate == each] for each in (t.candidate for t in found)
     }
     spread = spread_of(tried.values())
-    costs = {candidate: costs_of(trials, spread) for candidate, trials in tried.items()}
+    costs = {each: costs_of(trials, spread or UNREPEATED_SPREAD) for each, trials in tried.items()}
     costs = with_all_reduces(costs, sums, batch_size)
     refused = {name: why for name, why in refused.items() if name not in {each.words for each in costs}}
     devices = tuple(accelerators.name_of(each) or each.type for each in _devices(kind, max(numbers)))

@@ -10,6 +10,9 @@ from evener.tools.plan.candidates import Candidate
 DISTURBED = 0.12
 """A trial that takes longer by more than this than another that is the same was disturbed: others only slow it down."""
 
+OTHER_START = 0.5
+"""The same for trials of different processes."""
+
 
 @dataclass(frozen=True)
 class Trial:
