@@ -42,6 +42,13 @@ def test_a_run_counts_as_much_as_the_trials_term_by_term() -> None:
     assert (noted.predicted, noted.measured) == pytest.approx((0.21, 0.27))
 
 
+def test_what_each_micro_batch_of_a_pipeline_adds_is_learned_too() -> None:
+    calibration = replace(CALIBRATION, costs={DDP: replace(COSTS, pieces=4, piece=0.05)})
+    after = with_run(calibration, run(calibration, 0.1, 1.2), 20, 0.0)
+    assert step(calibration).communication == pytest.approx(0.3)
+    assert step(after).communication == pytest.approx(0.3 * MOST**0.5)
+
+
 def test_many_runs_lead_to_what_they_take() -> None:
     calibration, measured = CALIBRATION, [0.12, 0.14, 0.13, 0.15]
     for compute in measured:

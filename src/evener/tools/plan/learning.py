@@ -64,10 +64,11 @@ def _learned(costs: StepCosts, found: ComparedStep, weight: float) -> StepCosts:
         return float(min(MOST, max(1 / MOST, measured / predicted)) ** weight)
 
     terms = found.terms
-    passes = factor("compute", terms["compute"])
+    passes, messages = (factor(name, terms[name]) for name in ("compute", "communication"))
     return replace(
         costs,
         compute=tuple(line.scaled(passes) for line in costs.compute),
-        rest=costs.rest.scaled(factor("communication", terms["communication"])),
+        rest=costs.rest.scaled(messages),
+        piece=costs.piece * messages,
         input=costs.input.scaled(factor("input", terms["input"])),
     )
