@@ -35,6 +35,14 @@ def test_what_a_single_device_does_after_its_passes_stays_and_the_rest_is_rare()
     assert found.algorithm
 
 
+@pytest.mark.parametrize("rest", [Line(0.9, -0.01), Line(-0.1, 0.015)])
+def test_what_falls_or_rises_with_the_batch_is_rare_too(rest: Line) -> None:
+    """Both are 0.5 s after the passes. For a single device, less than nothing was measured after its own."""
+    usual, found = way(4, rest), by_local_steps(way(4, rest), TIMED, Line(-0.01, 0.0))
+    assert usual.time.communication == pytest.approx(0.5)
+    assert 0 < found.time.communication < 2 * 0.9 / SYNC_EVERY
+
+
 def test_it_is_shown_where_messages_take_much_of_a_step() -> None:
     slow = [way(1, Line(0.02, 0.0)), way(2, Line(0.5, 0.0)), way(4, Line(0.6, 0.0))]
     found = fastest_by_local_steps(slow, CONFIG, TIMED)

@@ -34,7 +34,7 @@ def by_local_steps(way: Way, timed: Timed, alone: Line = NOTHING) -> Way:
 
     def rarely(whole: float, stays: float) -> float:
         whole = max(0.0, whole)
-        stays = min(whole, stays)
+        stays = max(0.0, min(whole, stays))
         return stays + (whole - stays) / SYNC_EVERY
 
     rest = way.costs.rest
