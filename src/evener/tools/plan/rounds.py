@@ -39,7 +39,7 @@ def seconds_of_first(todo: Sequence[Sequence[Round]], seconds: float, cores: int
         for rounds in todo
         if rounds[0]
     ]
-    return max(0.0, seconds / 2, seconds - START_SECONDS * len(work)) * work[0] / sum(work)
+    return max(0.0, seconds * 2 / 3, seconds - START_SECONDS * len(work)) * work[0] / sum(work)
 
 
 def steps_in(seconds: float, each: float) -> int:
