@@ -31,7 +31,7 @@ from evener.collectives.base import AllReduce
 from evener.collectives.registry import make
 from evener.components.exact_sum.gradients import ExactGradients
 from evener.core.task.task import Task
-from evener.torch_internals.foreach import add_each
+from evener.torch_internals.foreach import add_each, copy_each
 from evener.training.engine import Engine
 
 SIZES = (50_000, 500_000, 5_000_000)
@@ -53,7 +53,10 @@ def drawn(size: int, blocks: int) -> Blocks:
     return [{name: randn(*shape) for name, shape in shapes.items()}] * blocks
 
 
-def plain(blocks: Blocks, all_reduce: AllReduce | None) -> Callable[[], None]:
+Act = Callable[[], object]
+
+
+def plain(blocks: Blocks, all_reduce: AllReduce | None) -> tuple[Act, Act]:
     sums = [gradient.clone() for gradient in blocks[0].values()]
     flat = torch.cat([gradient.reshape(-1) for gradient in sums])
 
@@ -63,28 +66,30 @@ def plain(blocks: Blocks, all_reduce: AllReduce | None) -> Callable[[], None]:
         if all_reduce is not None:
             all_reduce(flat, lasting=True).wait()
 
-    return step
+    return lambda: None, step
 
 
-def exact(blocks: Blocks, all_reduce: AllReduce | None) -> Callable[[], None]:
+def exact(blocks: Blocks, all_reduce: AllReduce | None) -> tuple[Act, Act]:
+    """Returns what makes the gradients of the last block, in whose place come the sums, and what adds up."""
     names, own = list(blocks[0]), ExactGradients(blocks[0], torch.device("cpu"))
-    results = {name: torch.empty_like(gradient) for name, gradient in blocks[0].items()}
+    results = {name: gradient.clone() for name, gradient in blocks[0].items()}
 
     def step() -> None:
         own.forget()
-        for block in blocks:
+        for block in blocks[1:]:
             own.add(block)
         if all_reduce is None:
-            for name, total in own.of_one_rank().items():
+            for name, total in own.of_one_rank(results).items():
                 results[name].copy_(total)
         else:
-            flat = own.packed(names)
+            flat = own.packed(names, results)
             all_reduce(flat, lasting=True).wait()
             own.unpack(flat, results)
-            own.finish(lambda limbs: all_reduce(limbs).wait())
+            for name, total in own.finish(lambda limbs: all_reduce(limbs).wait()).items():
+                results[name].copy_(total)
         own.commit()
 
-    return step
+    return lambda: copy_each(list(results.values()), list(blocks[0].values())), step
 
 
 def measure(turns: int, number: int) -> list[tuple[int, float, float]]:
@@ -102,7 +107,8 @@ def _medians(blocks: Blocks, all_reduce: AllReduce | None, turns: int) -> tuple[
     steps = [make_step(blocks, all_reduce) for make_step in (plain, exact)]
     times: list[list[float]] = [[], []]
     for turn in range(turns + 5):
-        for own, step in zip(times, steps, strict=True):
+        for own, (renew, step) in zip(times, steps, strict=True):
+            renew()
             began = time.thread_time()
             step()
             if turn >= 5:

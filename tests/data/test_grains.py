@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from evener.balance.base import Fixed
 from evener.core.config.exact_bits import ExactBits
+from evener.data import grains
 from evener.data.batch import Batch
 from evener.data.batch_plan import Shares
 from evener.data.costs import CostDivision, Costs
@@ -206,3 +207,22 @@ def test_a_stream_that_differs_by_rank_is_refused() -> None:
     found = iter([[20, 20], [1, 2]])
     with pytest.raises(Exception, match="not the same on all ranks, and exact=bits cuts one"):
         batches(Stream(), [1.0, 1.0], agree=lambda n: next(found))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate", "draws"),
+    [
+        (TensorDataset(torch.rand(SIZE, 2), torch.arange(SIZE)), None, False),
+        (TensorDataset(torch.rand(SIZE, 2), torch.arange(SIZE)), noisy, True),
+        (Drawn(), None, True),
+    ],
+)
+def test_generators_are_seeded_where_reading_may_draw(
+    dataset: Any, collate: Any, draws: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To seed them takes longer than to read a few rows of a tensor."""
+    seeds: list[int] = []
+    monkeypatch.setattr(grains, "seed_all", seeds.append)
+    state = random.getstate()
+    batches(dataset, [1.0, 1.0], collate=collate)
+    assert bool(seeds) == draws and random.getstate() == state

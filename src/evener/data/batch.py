@@ -54,12 +54,12 @@ class MicroBatch:
     def rows(self, start: int, stop: int) -> MicroBatch:
         """Returns the samples ``[start, stop)`` as views: every tensor is sliced along dimension 0."""
         part = self.map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf)
-        return _changed(part, samples=self.samples[start:stop])
+        return with_fields(part, samples=self.samples[start:stop])
 
     def map(self, function: Callable[[Any], Any]) -> MicroBatch:
         """Returns a copy with ``function`` applied to every leaf of inputs and targets."""
         inputs, targets = map_leaves(function, self.inputs), map_leaves(function, self.targets)
-        return _changed(self, inputs=inputs, targets=targets)
+        return with_fields(self, inputs=inputs, targets=targets)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Batch:
     def cut(self, piece: Callable[[MicroBatch], MicroBatch]) -> Batch:
         """Returns the batch with ``piece`` of each micro-batch. ``on_host`` is cut too."""
         host = None if self.on_host is None else self.on_host.cut(piece)
-        return _changed(self, micro_batches=[piece(micro) for micro in self.micro_batches], on_host=host)
+        return with_fields(self, micro_batches=[piece(micro) for micro in self.micro_batches], on_host=host)
 
     def map(self, function: Callable[[Any], Any]) -> Batch:
         """Returns a copy with ``function`` applied to every leaf of all micro-batches."""
@@ -136,10 +136,10 @@ class Batch:
     def _mapped(self, function: Callable[[Any], Any], on_host: Batch | None) -> Batch:
         micro_batches = [part.map(function) for part in self.micro_batches]
         audits = [part.map(function) for part in self.audits] if self.audits else ()
-        return _changed(self, micro_batches=micro_batches, audits=audits, on_host=on_host)
+        return with_fields(self, micro_batches=micro_batches, audits=audits, on_host=on_host)
 
 
-def _changed(given: T, **fields: Any) -> T:
+def with_fields(given: T, **fields: Any) -> T:
     """Does the same as ``dataclasses.replace`` in a fifth of the time, for data classes of this module."""
     made = object.__new__(type(given))
     made.__dict__.update(given.__dict__, **fields)

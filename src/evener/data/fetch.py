@@ -75,6 +75,8 @@ class Fetch(Dataset[Any]):
         self._collate = collate
         self._name = name
         self._gather = gatherer(dataset) if collate is None else None
+        self.may_draw = getattr(self._gather, "func", None) is not _select
+        """False if reading runs no code of the user, so that it draws no random numbers."""
 
     def __getitem__(self, samples: Ids) -> Fetched | ReadFailure:
         try:

@@ -13,7 +13,7 @@ read, depends on its position alone. So do its tensors, whatever the shares. Ran
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from evener.core.config.exact_bits import ExactBits
 from evener.data.audits import AuditedBlock, drawn_blocks
-from evener.data.batch import Batch
+from evener.data.batch import Batch, with_fields
 from evener.data.batch_plan import BatchPlan, BatchPlanner
 from evener.data.costs import costs_of, divide_by_cost
 from evener.data.division import by_weights, check_shares
@@ -124,6 +124,8 @@ class GrainPlanner(BatchPlanner):
     def audits(
         self, ids: Ids, shares: tuple[int, ...], place: tuple[int, int]
     ) -> tuple[tuple[AuditedBlock, ...], list[Ids]]:
+        if not self.audit:
+            return (), []
         owners = [rank for rank, share in enumerate(shares) for _ in range(self.bits.blocks(share))]
         audited = drawn_blocks(self.audit, self.seed, place, owners, self.world_size)
         return audited, [ids[at.start : at.stop] for _, at in self._audit_grains(audited, len(ids))]
@@ -147,7 +149,7 @@ class GrainPlanner(BatchPlanner):
         places = grain_positions(self.bits, batch.position, batch.shares, self.rank, count)
         fillers = sum(place is None for place in places)
         marked = [
-            replace(
+            with_fields(
                 micro,
                 position=place,
                 ends_block=self._ends_block(at - fillers, at == count - 1),
@@ -157,7 +159,7 @@ class GrainPlanner(BatchPlanner):
         ]
         grains = list(self._audit_grains(batch.audited, batch.size))
         audits = [
-            replace(
+            with_fields(
                 micro,
                 position=batch.position + at.start,
                 ends_block=at.stop == batch.size or at.stop % self.bits.block == 0,
@@ -165,11 +167,13 @@ class GrainPlanner(BatchPlanner):
             )
             for micro, (block, at) in zip(batch.audits, grains, strict=True)
         ]
-        return replace(batch, micro_batches=marked, audits=audits)
+        return with_fields(batch, micro_batches=marked, audits=audits)
 
     def _audited(self, batch: Batch, position: int | None) -> int | None:
         """Returns the number of the block of a grain if another rank computes it too, else None."""
-        block = None if position is None else (position - batch.position) // self.bits.block
+        if position is None or not batch.audited:
+            return None
+        block = (position - batch.position) // self.bits.block
         return block if any(each.block == block for each in batch.audited) else None
 
     def _ends_block(self, grain: int, last: bool) -> bool:
@@ -204,5 +208,6 @@ class GrainFetch(Dataset[Any]):
 
     def __getitem__(self, request: Request) -> Any:
         ids, seed = request
-        seed_all(seed)
+        if self._fetch.may_draw:
+            seed_all(seed)
         return self._fetch[ids]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import islice, tee
 from types import TracebackType
@@ -231,7 +231,7 @@ def _read_grains(
     with closing(_requested(drawn, fetched, workers, lambda plan: requests_of(plan, cut, seed))) as read:
 
         def following() -> Batch | None:
-            with all_kept():  # where this process reads, it draws
+            with all_kept() if fetch.may_draw else nullcontext():  # where this process reads, it draws
                 batch = next(read, None)
             return None if batch is None else cut.marked(batch)
 

@@ -266,6 +266,8 @@ class DdpCommHook:
 
     def _look(self, bucket: GradBucket, flat: Tensor, exact: ExactGradients | None) -> Readout:
         unsound = self._learner.unsound
+        if exact is not None:
+            flat = flat[flat.numel() - len(bucket.parameters()) :]  # the counts
         if exact is not None or flat.is_sparse or not is_late(flat.device):
             return unsound.of_flat(flat, partial(self._named, bucket, exact))
         known, memory = self._views.get(bucket.index()), (flat.data_ptr(), flat.numel(), flat.dtype)
@@ -282,11 +284,10 @@ class DdpCommHook:
         return unsound.of_late(numbers, places) if places else ReadyValue(0.0)
 
     def _all_blocks(self, bucket: GradBucket, exact: ExactGradients) -> Tensor:
-        """Returns the sums of all blocks of this rank, with their counts, which are infinite if a number is not
+        """Returns the sums of all blocks of this rank, then their counts, which are infinite if a number is not
         finite."""
         last = self._gradients(bucket)
-        exact.add(last)
-        return exact.packed(list(last))
+        return exact.packed(list(last), last)
 
     def _send_exact(self, bucket: GradBucket, flat: Tensor, exact: ExactGradients) -> Future[Tensor]:
         buffer, gradients = bucket.buffer(), self._gradients(bucket)

@@ -44,8 +44,8 @@ class NoSync(Synchronizer):
     def _take_sums(self, exact: ExactGradients) -> None:
         """Adds the last block, and puts the sums in place of its gradients."""
         trained = self._trained
-        exact.add({name: p.grad for name, p in trained.items() if p.grad is not None})
-        for name, total in exact.of_one_rank().items():
+        last = {name: p.grad for name, p in trained.items() if p.grad is not None}
+        for name, total in exact.of_one_rank(last).items():
             parameter = trained[name]
             if parameter.grad is None:  # in this block
                 parameter.grad = torch.empty_like(parameter)

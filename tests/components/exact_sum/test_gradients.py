@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evener.components.exact_sum import gradients, grid
+from evener.components.exact_sum import grid, workspace
 from evener.components.exact_sum.gradients import ExactGradients
 from evener.errors import ConfigurationError
 
@@ -26,12 +26,15 @@ def rank_of(blocks: Blocks, unit: int) -> ExactGradients:
 def summed(
     blocks: Blocks, division: Sequence[Sequence[int]], unit: int
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """The sum of the blocks over ranks that each have some of them, and the next units."""
-    names, ranks = list(blocks[0]), [rank_of(blocks, unit) for _ in division]
+    """The sum of the blocks over ranks that each have some of them, and the next units. Ranks with an odd number of
+    blocks give the last one with the message."""
+    names, ranks, flats = list(blocks[0]), [rank_of(blocks, unit) for _ in division], list[Tensor]()
     for own, places in zip(ranks, division, strict=True):
-        for place in places:
+        late = len(places) % 2
+        for place in places[: len(places) - late]:
             own.add(blocks[place])
-    flat = torch.stack([own.packed(names) for own in ranks]).sum(0)
+        flats.append(own.packed(names, blocks[places[-1]] if late else None))
+    flat = torch.stack(flats).sum(0)
     found = {name: torch.empty_like(tensor) for name, tensor in blocks[0].items()}
     limbs: list[list[Tensor]] = []
     for own in ranks:
@@ -111,7 +114,7 @@ def test_a_sum_is_that_of_blocks_that_are_rounded_one_by_one(
     number: int, looks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is left in it for the next block, and however many tensors are rounded together."""
-    monkeypatch.setattr(gradients, "_AT_ONCE", 16)
+    monkeypatch.setattr(workspace, "_AT_ONCE", 16)
     unit, shapes = -45, {"a": (3, 5), "b": (2, 3, 2, 2), "c": (7,), "d": ()}
     blocks = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(number)]
     blocks[0]["b"] = blocks[0]["b"].to(memory_format=torch.channels_last)
@@ -130,6 +133,44 @@ def test_a_sum_is_that_of_blocks_that_are_rounded_one_by_one(
     assert flat[:-4].tolist() == torch.cat([total.reshape(-1) for total in expected.values()]).tolist()
     for name, total in own.of_one_rank().items():
         assert torch.equal(total, expected[name])
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("unit", "scale"), [(-45, 1.0), (-45, 1e7), (-45, 1e-9), (-45, math.inf), (-80, 1.0)]
+)
+def test_sums_take_the_place_of_the_last_block(number: int, unit: int, scale: float) -> None:
+    """The same bits as if it was added, on one rank and with a message, whatever its size is to the others'."""
+    shapes = {"a": (3, 5), "b": (2, 3, 2, 2), "none": (0,), "late": (4,), "early": (7,)}
+    blocks = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(number)]
+    blocks[-1]["a"] *= scale
+    blocks[-1]["b"] = blocks[-1]["b"].to(memory_format=torch.channels_last)
+    del blocks[-1]["early"]
+    for block in blocks[:-1]:
+        del block["late"]
+
+    def begun(some: Blocks) -> ExactGradients:
+        own = ExactGradients({name: torch.empty(shape) for name, shape in shapes.items()}, CPU)
+        own.load_state_dict({"units": dict.fromkeys(shapes, unit)})
+        for block in some:
+            own.add(block)
+        return own
+
+    whole, alone, sent = begun(blocks), begun(blocks[:-1]), begun(blocks[:-1])
+    expected = {name: total.float() for name, total in whole.of_one_rank().items()}
+    lasts = [{name: gradient.clone() for name, gradient in blocks[-1].items()} for _ in range(2)]
+    found = [alone.of_one_rank(lasts[0])]
+    sent.unpack(sent.packed(list(lasts[1]), lasts[1]), lasts[1])
+    sent.unpack(sent.packed(["early"]), early := {"early": torch.empty(7)})
+    found.append(sent.finish(lambda limbs: None))
+    for last, more in zip(lasts, found, strict=True):
+        for name, total in expected.items():
+            value = more[name].float() if name in more else (last | early)[name]
+            torch.testing.assert_close(value, total, rtol=0, atol=0, equal_nan=True)
+    for own in (whole, alone, sent):
+        own.commit()
+    assert whole.state_dict() == alone.state_dict() == sent.state_dict()
+    assert alone.given == sent.given == set(), "nothing is left"
 
 
 @pytest.mark.parametrize("unit", [-46, -56])

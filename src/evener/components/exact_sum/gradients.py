@@ -2,11 +2,15 @@
 
 ::
 
-    block       gradients ─ rounded to the grid ─┐
-    block       gradients ─ rounded to the grid ─┴─ float64 sum of this rank ─┐
-                                            count ────────────────────────────┤ packed
+    block        gradients ─ rounded to the grid ─┐
+    block        gradients ─ rounded to the grid ─┴─ float64 sum of this rank ─┐
+    last block   gradients ─ rounded to the grid ──────────────────────────────┤ packed
+                                            counts ────────────────────────────┤
                                                                  sum over the ranks ─ gradient, converted once
                                                                                     └ count ─ unit of the next step
+
+The last block goes into the message at once, where it is rounded while it is in the cache of a processor, and not into
+the rank's sum. If that is needed again, because of its count, the block's gradients are still there.
 
 :mod:`evener.components.exact_sum.grid` has the arithmetic, and why it is exact. A tensor without a gradient in a block
 adds nothing, which is the same as zeros.
@@ -17,9 +21,8 @@ left out or taken again, by whichever ranks, finds those that it would have foun
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -27,32 +30,31 @@ from torch import Tensor
 
 from evener.components.exact_sum.grid import (
     FIRST_UNIT,
+    MOST,
+    are_usual,
     check_rounding,
     counted,
     folded,
-    is_small,
+    is_unusual,
     is_wide,
     limbs_below,
     limbs_of,
     magic,
     next_unit,
+    round_each,
     scale_of_count,
     split,
     split_below,
     unit_below,
     widened,
 )
+from evener.components.exact_sum.workspace import Workspace, where
 from evener.hardware.async_read import is_late
 from evener.hardware.memory import made_as
 from evener.hardware.memory.counters import BUCKETS
 from evener.torch_internals.foreach import add_each, copy_each, subtract_each
-from evener.torch_internals.optimizers import largest
 
-_AT_ONCE = 2**16
-"""So many elements are rounded together on a CPU: half of what the cache of a core holds."""
-_MOST_KNOWN = 64
-"""So many lists of names are kept with what is the same for them in each step."""
-
+Tensors = Sequence[Tensor]
 Gradients = Mapping[str, Tensor]
 """Dense gradients of a rank, by the names of their parameters."""
 
@@ -74,8 +76,7 @@ class ExactGradients:
         self._rooms: dict[str, Tensor] = {}
         """Memory of sums, kept from step to step: to get it anew takes longer than to add."""
         self._flats: dict[tuple[str, ...], tuple[Tensor, list[Tensor]]] = {}
-        self._rounding = torch.empty(0, dtype=torch.float64, device=device)
-        self._groups: dict[tuple[str, ...], _SumGroup] = {}
+        self._workspace = Workspace(self._like, device)
         self.watch: Callable[[Gradients], None] | None = None
         """Called with the gradients of a block before they are added; with some of them at a time, where they come in
         buckets."""
@@ -92,7 +93,8 @@ class ExactGradients:
 
     def free(self) -> None:
         """Frees memory. Nothing can be added afterwards."""
-        self._rooms, self._flats, self._groups, self._rounding = {}, {}, {}, self._rounding[:0].clone()
+        self._rooms, self._flats = {}, {}
+        self._workspace.free()
         self.forget()
 
     def forget(self) -> None:
@@ -103,6 +105,8 @@ class ExactGradients:
         self._limbs: dict[str, Tensor] = {}
         self._below: dict[str, Tensor] = {}
         """Digits below the unit, of blocks that may be far below it."""
+        self._last: dict[str, Tensor] = {}
+        """Gradients of the last block that are in a message, and not in the sums."""
         self._counts: dict[str, float] = {}
         self._counts_of_all: list[tuple[Sequence[str], Tensor]] = []
         self._next = None
@@ -114,47 +118,53 @@ class ExactGradients:
     @torch.no_grad()
     def add(self, gradients: Gradients) -> None:
         """Adds the gradients of a block."""
+        if self._takes(gradients):
+            for names, given in self._kinds(gradients):
+                self._add(*self._counted(names, given))
+
+    def _takes(self, gradients: Gradients) -> bool:
+        """Notes the gradients of a block. Returns True if they are to be added."""
         if self.watch is not None:
             self.watch(gradients)
-        if not self.is_adding:
-            return
-        self.given.update(gradients)
-        kinds: dict[torch.dtype, list[str]] = {}
-        for name, gradient in gradients.items():
-            if gradient.numel():
-                kinds.setdefault(gradient.dtype, []).append(name)
-        for names in kinds.values():
-            self._add(names, [gradients[name] for name in names])
+        if self.is_adding:
+            self.given.update(gradients)
+        return self.is_adding
 
-    def _add(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
-        near = dict[str, Tensor]()
-        for name, gradient, most in zip(names, gradients, self._largest(names, gradients), strict=True):
-            own = counted(most, self._scales[name])
-            count = self._counts[name] = self._counts.get(name, 0.0) + own
+    def _kinds(self, gradients: Gradients) -> Iterator[tuple[Sequence[str], Tensors]]:
+        """Yields the tensors that are not empty with their names, those of one type together."""
+        names, given = list(gradients), list(gradients.values())
+        kinds = [gradient.dtype if gradient.numel() else None for gradient in given]
+        for dtype in dict.fromkeys(kinds):
+            if dtype is not None:
+                chosen = [kind == dtype for kind in kinds]
+                yield list(compress(names, chosen)), list(compress(given, chosen))
+
+    def _counted(self, names: Sequence[str], gradients: Tensors) -> tuple[Sequence[str], Tensors]:
+        """Counts gradients. Returns those that are left to be added to sums without limbs."""
+        owns = counted(self._workspace.largest(names, gradients), [self._scales[name] for name in names])
+        counts = [self._counts.get(name, 0.0) + own for name, own in zip(names, owns, strict=True)]
+        self._counts.update(zip(names, counts, strict=True))
+        if not self._limbs and 1 not in owns and max(counts) <= MOST:
+            return names, gradients
+        wide = set[str]()
+        for name, gradient, own, count in zip(names, gradients, owns, counts, strict=True):
             if own == 1:
                 self._add_below(name, gradient)
             if is_wide(count) or name in self._limbs:
                 self._add_wide(name, gradient, count)
-            else:
-                near[name] = gradient
-        first = {name: gradient for name, gradient in near.items() if name not in self._sums}
-        later = {name: gradient for name, gradient in near.items() if name in self._sums}
-        if first:
-            self._add_near(first, [self._begun(name, gradient) for name, gradient in first.items()])
-        if later:
-            self._add_near(later, self._rounded(later), [self._sums[name] for name in later])
+                wide.add(name)
+        return where(names, gradients, wide, inside=False)
 
-    def _largest(self, names: Sequence[str], gradients: Sequence[Tensor]) -> list[float]:
-        """Returns the largest absolute value of each tensor; NaN for one with a NaN. None is empty."""
-        if is_late(self._device):
-            return torch.stack(largest(gradients)).tolist()
-        group = self._group(names)
-        if group.ends.dtype != gradients[0].dtype or not group.pairs:
-            group.ends = gradients[0].new_empty((2, len(gradients)))
-            group.pairs = list(zip(*(each.unbind() for each in group.ends), strict=True))
-        for gradient, pair in zip(gradients, group.pairs, strict=True):
-            torch.aminmax(gradient, out=pair)  # a tenth of the time of norms on a CPU
-        return group.ends.abs().amax(0).tolist()
+    def _add(self, names: Sequence[str], gradients: Tensors) -> None:
+        begun = self._sums.keys() & names
+        if begun and len(begun) < len(names):
+            self._add(*where(names, gradients, begun))
+            self._add(*where(names, gradients, begun, inside=False))
+        elif begun:
+            to, sums = self._workspace.scratch(names), [self._sums[name] for name in names]
+            self._round(names, gradients, to, sums)
+        else:
+            self._round(names, gradients, list(map(self._begun, names, gradients)))
 
     def _begun(self, name: str, gradient: Tensor) -> Tensor:
         if name not in self._rooms:
@@ -163,14 +173,34 @@ class ExactGradients:
         self._sums[name] = self._rooms[name]
         return self._rooms[name]
 
-    def _add_near(self, near: Gradients, to: list[Tensor], sums: Sequence[Tensor] = ()) -> None:
+    def _round(self, names: Sequence[str], gradients: Tensors, to: Tensors, sums: Tensors = ()) -> None:
         """Rounds gradients in ``to``, and adds that to ``sums`` of one number for each element. What is in ``to`` stays
         in the cache of a processor between these."""
-        gradients, numbers = list(near.values()), [self._number(name) for name in near]
-        for some in self._group(near).rounds:
+        numbers = [self._number(name) for name in names]
+        for some in self._workspace.rounds(names):
             copy_each(to[some], gradients[some])
             add_each(to[some], numbers[some])
             add_each(sums[some], to[some])
+
+    def _round_last(self, names: Sequence[str], gradients: Tensors, to: Tensors, out: Tensors = ()) -> None:
+        """Writes sums and gradients of the last block to ``to``, and then to ``out``. Leaves the sums as they are."""
+        kinds: dict[tuple[bool, bool], list[int]] = {}
+        for place, name in enumerate(names):
+            kinds.setdefault((name in self._sums, name in self._excess), []).append(place)
+        for (begun, has_excess), places in kinds.items():
+            some = [names[place] for place in places]
+            given, own, result = ([each[place] for place in places] for each in (gradients, to, out or to))
+            numbers = [-self._magic[name] if has_excess else self._magic[name] for name in some]
+            sums = [self._sums[name] for name in some] if begun else []
+            for at in self._workspace.rounds(some):
+                copy_each(own[at], given[at])
+                add_each(own[at], numbers[at])
+                if begun:
+                    add_each(own[at], sums[at])
+                if not has_excess:
+                    subtract_each(own[at], numbers[at])
+                if out:
+                    copy_each(result[at], own[at])
 
     def _number(self, name: str) -> float:
         """Returns the number whose addition rounds the next block, and notes whether the sum then has it in excess."""
@@ -178,38 +208,14 @@ class ExactGradients:
             return -self._excess.pop(name)
         return self._excess.setdefault(name, self._magic[name])
 
-    def _rounded(self, names: Iterable[str]) -> list[Tensor]:
-        """Returns memory in which gradients are rounded, used again in each round."""
-        group = self._group(names)
-        if not group.rounded:
-            if not len(self._rounding):
-                with made_as(BUCKETS):
-                    self._rounding = torch.empty(self._most(), dtype=torch.float64, device=self._device)
-            for some in group.rounds:
-                sizes = [self._like[name].numel() for name in group.names[some]]
-                parts = self._rounding[: sum(sizes)].split_with_sizes(sizes)
-                group.rounded += map(self._view, parts, group.names[some])
-        return group.rounded
-
-    def _most(self) -> int:
-        """Returns the number of elements in the largest possible round."""
-        sizes = [tensor.numel() for tensor in self._like.values()]
-        return sum(sizes) if is_late(self._device) else min(sum(sizes), max(_AT_ONCE, *sizes))
-
-    def _group(self, names: Iterable[str]) -> _SumGroup:
-        key = tuple(names)
-        if key not in self._groups:
-            if len(self._groups) == _MOST_KNOWN:
-                self._groups.clear()
-            sizes = [self._like[name].numel() for name in key]
-            most = math.inf if is_late(self._device) else _AT_ONCE
-            self._groups[key] = _SumGroup(key, list(_rounds(sizes, most)))
-        return self._groups[key]
-
-    def _settle(self, names: Iterable[str]) -> None:
-        """Subtracts from sums what they have in excess."""
-        those = [name for name in names if name in self._excess]
+    def _settle(self, names: Collection[str]) -> None:
+        """Subtracts from sums what they have in excess, and adds what is not in them of the last block."""
+        those = [name for name in names if name in self._excess] if self._excess else []
         subtract_each([self._sums[name] for name in those], [self._excess.pop(name) for name in those])
+        for name in self._last.keys() & names if self._last else ():
+            rounded = self._last.pop(name).to(torch.float64, copy=True)  # rare, so no memory is kept
+            round_each([rounded], [self._units[name]])
+            self._sums[name] = self._sums[name].add_(rounded) if name in self._sums else rounded
 
     def _add_wide(self, name: str, gradient: Tensor, count: float) -> None:
         """Adds a gradient to a sum of limbs."""
@@ -260,14 +266,29 @@ class ExactGradients:
 
     # The sum over the ranks
 
-    def packed(self, names: Sequence[str]) -> Tensor:
+    @torch.no_grad()
+    def packed(self, names: Sequence[str], last: Gradients | None = None) -> Tensor:
         """Returns this rank's sums of these tensors, then their counts, as one flat float64 tensor: the same memory
-        in each step."""
+        in each step.
+
+        Args:
+            last: Gradients of the last block, which are added. They must stay as they are until :meth:`unpack` or
+                :meth:`finish` has written the sums.
+        """
         flat, views = self._flat(tuple(names))
-        sums, own = dict(self.named(names)), dict(zip(names, views, strict=True))
+        own, kinds = dict(zip(names, views, strict=True)), list[tuple[Sequence[str], Tensors]]()
+        if last and is_late(self._device):  # where counts cannot be read before gradients are written
+            self.add(last)
+        elif last and self._takes(last):
+            kinds = [self._counted(*kind) for kind in self._kinds(last)]
+        for some, gradients in kinds:
+            self._round_last(some, gradients, [own.pop(name) for name in some])
+        sums = dict(self.named(own))
         for name in own.keys() - sums.keys():
             own[name].zero_()
         copy_each([own[name] for name in sums], list(sums.values()))
+        for some, gradients in kinds:
+            self._last.update(zip(some, gradients, strict=True))
         flat[flat.numel() - len(views) :] = self.counts(names)
         return flat
 
@@ -283,11 +304,20 @@ class ExactGradients:
 
     @torch.no_grad()
     def unpack(self, flat: Tensor, gradients: Gradients) -> None:
-        """Writes the sum of the ranks' :meth:`packed` tensors into ``gradients``, rounded once to their type."""
+        """Writes the sum of the ranks' :meth:`packed` tensors into ``gradients``, rounded once to their type. Leaves
+        out those of the last block whose sum :meth:`finish` makes once more."""
         names = tuple(gradients)
-        known, parts = self._flats.get(names, (None, []))
-        copy_each(list(gradients.values()), parts if known is flat else self._parts(flat, names))
-        self.take_counts(names, flat[flat.numel() - len(names) :])
+        own, parts = self._flats.get(names, (None, []))
+        parts = parts if own is flat else self._parts(flat, names)
+        to, counts = list(gradients.values()), flat[flat.numel() - len(names) :]
+        if self._last:
+            known = zip(names, counts.tolist(), strict=True)
+            again = {name for name, count in known if name in self._last and is_unusual(count)}
+            to, parts = (where(names, each, again, inside=False)[1] for each in (to, parts))
+            for name in set(names) - again:
+                self._last.pop(name, None)
+        copy_each(to, parts)
+        self.take_counts(names, counts)
 
     def _parts(self, flat: Tensor, names: Sequence[str]) -> list[Tensor]:
         sizes = [self._like[name].numel() for name in names]
@@ -308,30 +338,44 @@ class ExactGradients:
         Args:
             add_up: Replaces a float64 tensor by its sum over the ranks.
         """
-        counts, again = dict[str, float](), dict[str, Tensor]()
+        counts = dict[str, float]()
         for names, of_all in self._counts_of_all:
             counts.update(zip(names, of_all.tolist(), strict=True))
-        for name, unit in self._units.items():
+        return self._finish(counts, add_up)
+
+    def _finish(self, counts: Mapping[str, float], add_up: Callable[[Tensor], object]) -> dict[str, Tensor]:
+        again = dict[str, Tensor]()
+        for name, unit in self._units.items() if counts and not are_usual(counts.values()) else ():
             count = counts.get(name, 0.0)
-            if is_wide(count):
-                limbs = self._with_limbs(name, count).contiguous()
+            if is_unusual(count):  # in one order on all ranks
+                wide = is_wide(count)
+                limbs = (self._with_limbs(name, count) if wide else self._with_below(name)).contiguous()
                 add_up(limbs)
-                again[name] = folded(limbs, unit)
-            elif is_small(count):
-                limbs = self._with_below(name).contiguous()
-                add_up(limbs)
-                again[name] = folded(limbs, unit_below(unit))
+                again[name] = folded(limbs, unit if wide else unit_below(unit))
         following = {name: next_unit(unit, counts.get(name, 0.0)) for name, unit in self._units.items()}
         self.forget()
         self._next = following
         return again
 
-    def of_one_rank(self) -> dict[str, Tensor]:
-        """Ends the sums of a step on a rank that has all blocks. Returns them, in float64."""
-        names = list(self._like)
-        sums = dict(self.named(names))
-        self.take_counts(names, self.counts(names))
-        return sums | self.finish(lambda total: None)
+    @torch.no_grad()
+    def of_one_rank(self, last: Gradients | None = None) -> dict[str, Tensor]:
+        """Ends the sums of a step on a rank that has all blocks. Returns them, in float64.
+
+        Args:
+            last: Gradients of the last block, which are added. Sums are written into these, rounded once to their type,
+                and returned only where they had to be made in another way.
+        """
+        written = set[str]()
+        for kind in self._kinds(last) if last and self._takes(last) else ():
+            names, gradients = self._counted(*kind)
+            if not are_usual(self._counts.values()):
+                odd = {name for name in names if is_unusual(self._counts[name])}
+                self._add(*where(names, gradients, odd))
+                names, gradients = where(names, gradients, odd, inside=False)
+            self._round_last(names, gradients, self._workspace.scratch(names), gradients)
+            written.update(names)
+        sums = dict(self.named(name for name in self._like if name not in written))
+        return sums | self._finish(self._counts, lambda total: None)
 
     # State
 
@@ -350,26 +394,3 @@ class ExactGradients:
         """Takes over the result of :meth:`state_dict`. A tensor that it lacks begins anew."""
         self._take_units({name: int(state["units"].get(name, FIRST_UNIT)) for name in self._like})
         self.forget()
-
-
-@dataclass
-class _SumGroup:
-    """What is the same in each step for tensors that are added together."""
-
-    names: Sequence[str]
-    rounds: Sequence[slice]
-    """Those that are rounded together."""
-    rounded: list[Tensor] = field(default_factory=list)
-    ends: Tensor = field(default_factory=lambda: torch.empty(0))
-    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-
-def _rounds(sizes: Sequence[int], most: float) -> Iterator[slice]:
-    """Yields ranges of the tensors with these sizes that together have at most about ``most`` elements."""
-    start, size = 0, 0
-    for place, more in enumerate(sizes):
-        if size and size + more > most:
-            yield slice(start, place)
-            start, size = place, 0
-        size += more
-    yield slice(start, len(sizes))

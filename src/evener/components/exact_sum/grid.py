@@ -27,6 +27,8 @@ Infinities and NaN pass through 1 and 2. Their count is infinite, and no limbs a
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -40,6 +42,8 @@ MOST = 2.0**30
 """Largest count for which one float64 number for each element is exact: ``2**30 * 2**21 = 2**51`` units."""
 _COUNTED = 21
 _AIM = 26
+_USUAL = 2.0 ** (_AIM - 1)
+"""Counts from here to twice as much leave the unit as it is."""
 MOST_BELOW = 2.0**17
 """Largest count of all blocks for which digits below the unit are summed. Above it, one block is large enough."""
 GRID = f"grid of {_AIM + _COUNTED} bits"
@@ -54,6 +58,7 @@ _LEAST_LIMB = -160
 """Digits below the unit go down to this power of two, which is below the least float32."""
 
 
+@cache
 def magic(unit: int) -> float:
     """Returns the number whose addition rounds to multiples of ``2 ** unit``."""
     return math.ldexp(1.5, 52 + unit)
@@ -88,25 +93,28 @@ def check_rounding(device: torch.device) -> None:
         )
 
 
+@cache
 def scale_of_count(unit: int) -> float:
     """Returns the factor by which :func:`counted` multiplies the largest element of a block."""
     return math.ldexp(1.0, -(unit + _COUNTED))
 
 
-def counted(largest: float, scale: float) -> float:
-    """Returns the count of a tensor of a block.
+def counted(largest: Sequence[float], scales: Sequence[float]) -> list[float]:
+    """Returns the counts of tensors of a block.
 
     Args:
-        largest: The largest absolute value of the tensor.
-        scale: Its :func:`scale_of_count`.
+        largest: The largest absolute value of each tensor.
+        scales: The :func:`scale_of_count` of each.
     """
-    count = largest * scale
-    return float(math.ceil(min(count, _LARGEST_COUNT))) if count < math.inf else math.inf
+    counts = [value * scale for value, scale in zip(largest, scales, strict=True)]
+    return [
+        float(math.ceil(min(count, _LARGEST_COUNT))) if count < math.inf else math.inf for count in counts
+    ]
 
 
 def next_unit(unit: int, count: float) -> int:
     """Returns the exponent of the unit of the next step, from that of this step and the count over all blocks."""
-    if not 0 < count < math.inf:
+    if _USUAL < count <= 2 * _USUAL or not 0 < count < math.inf:
         return unit
     mantissa, exponent = math.frexp(min(count, _LARGEST_COUNT))
     least_power = exponent - (mantissa == 0.5)
@@ -138,6 +146,16 @@ def split(value: Tensor, unit: int, limbs: int) -> Tensor:
         digits.append((rest + number) - number)
         rest = rest - digits[-1]
     return torch.stack(digits[::-1])
+
+
+def is_unusual(count: float) -> bool:
+    """Returns True if a sum with this count has to be made once more, of digits."""
+    return 0 < count <= MOST_BELOW or MOST < count < math.inf
+
+
+def are_usual(counts: Collection[float]) -> bool:
+    """Returns True if none of these counts, at least one, is unusual. May return False even then."""
+    return min(counts) > MOST_BELOW and max(counts) <= MOST
 
 
 def is_small(count: float) -> bool:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from evener.components.exact_sum import gradients
+from evener.components.exact_sum import gradients, workspace
 from evener.components.exact_sum.grid import MOST_BELOW
 from evener.components.offload import host_storage as outside
 from evener.core.config.run_config import RunConfig
@@ -175,14 +175,15 @@ def _exact_without_numbers(place: FakeRank) -> Iterator[None]:
     large as in the step before. Samples are not compared."""
     ordinary: dict[str, Any] = {
         "check_rounding": lambda device: None,
-        "counted": lambda largest, scale: MOST_BELOW + 1,
+        "counted": lambda largest, scales: [MOST_BELOW + 1] * len(scales),
         "is_wide": lambda count: False,
-        "is_small": lambda count: False,
+        "is_unusual": lambda count: False,
         "is_late": lambda device: place.rounding != "cpu",
     }
     with ExitStack() as stack:
         for name, function in ordinary.items():
             stack.enter_context(mock.patch.object(gradients, name, function))
+        stack.enter_context(mock.patch.object(workspace, "is_late", ordinary["is_late"]))
         stack.enter_context(mock.patch.object(feed, "check_data"))
         yield
 

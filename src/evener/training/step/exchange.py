@@ -176,7 +176,7 @@ class Alone(ByRows):
 
     def _own(self, signal: RankStats, memory: Columns) -> GatheredStep:
         rows = AllRankStats._make(zip(signal, strict=True))
-        if self._exact or not math.isfinite(signal.total + signal.soundness):
+        if not math.isfinite(signal.total + signal.soundness):
             return self._heard(rows, memory)
         heard = GatheredStep(
             signal.next_count,
