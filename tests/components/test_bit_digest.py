@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evener.components.bit_digest import bit_digest
+from evener.components.bit_digest import bit_digest, sum_of_digests
 
 TYPES = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
@@ -27,6 +27,22 @@ def test_places_and_numbers_of_digests_count() -> None:
     assert bit_digest(numbers) != bit_digest(numbers.flip(0))
     assert bit_digest(numbers) != bit_digest(numbers.roll(65_536))
     assert bit_digest(numbers, 1) != bit_digest(numbers, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_sum_of_digests_does_not_depend_on_what_is_read_together(dtype: torch.dtype) -> None:
+    sizes = [3, 0, 5_001, 4_096, 1, 4_097, 200_003]
+    tensors = [(100 * torch.randn(size)).to(dtype) for size in sizes]
+    each = [bit_digest(tensor, number) for number, tensor in enumerate(tensors)]
+    numbers = list(range(len(sizes)))
+    assert sum_of_digests(tensors, numbers) == sum(each)
+    assert sum_of_digests(tensors[::-1], numbers[::-1]) == sum(each)
+    for tensor in tensors:
+        if tensor.numel():
+            tensor[-1] += 1
+            assert sum_of_digests(tensors, numbers) != sum(each)
+            tensor[-1] -= 1
+    assert bit_digest(tensors[-1][1:4_999]) == bit_digest(tensors[-1].clone()[1:4_999])
 
 
 def test_layout_and_the_sign_of_zero_do_not() -> None:

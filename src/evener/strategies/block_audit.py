@@ -21,12 +21,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from evener.components.bit_digest import bit_digest
+from evener.components.bit_digest import bit_digest, sum_of_digests
 from evener.components.buffer_snapshot import BufferSnapshot
 from evener.data.audits import AuditedBlock
 from evener.data.batch import Batch, MicroBatch, map_leaves
+from evener.distributed.control_channel import Pending
+from evener.distributed.shm.scoreboard import WIDTH, quickest
 from evener.errors import ConfigurationError, DataError, DivergenceError
 from evener.hardware.accelerators import description_of
+from evener.hardware.async_read import is_late
 from evener.nn.grain_norm import GrainNorm
 from evener.strategies.learner import Learner
 
@@ -85,6 +88,12 @@ class BlockAudit:
             )
         assert learner.exact is not None
         self._exact = learner.exact
+        # Of its own, so that a rank may tell as soon as it knows, whatever else the ranks send each other.
+        self._quick = quickest(learner.session)
+        self._told: Pending | None = None
+        self._audited: Sequence[AuditedBlock] = ()
+        self._left: set[int] = set()
+        """The blocks of this rank whose digests it has still to tell."""
         self._numbers = {name: at for at, name in enumerate(learner.names.values())}
         self._found: dict[int, BlockDigest] = {}
         self.blocks = 0
@@ -101,14 +110,34 @@ class BlockAudit:
         """Called before the backward of each grain. What is passed to the sum until the next one are the gradients of
         its block."""
         self._exact.watch = None
+        if self._left and self._found.keys() >= self._left and micro.audit not in self._left:
+            self._tell()  # other ranks have it when they ask
         if micro.audit is not None:
             digest = self._found.setdefault(micro.audit, BlockDigest(self._learner.session.device))
             digest.add(micro, term)
             self._exact.watch = partial(self._add_gradients, digest)
 
     def _add_gradients(self, digest: BlockDigest, gradients: Mapping[str, Tensor]) -> None:
-        for name, gradient in gradients.items():  # zeros count as no gradient
-            digest.results += bit_digest(_dense(gradient), self._numbers[name])
+        if gradients:  # zeros count as no gradient
+            numbers = [self._numbers[name] for name in gradients]
+            digest.results += sum_of_digests(list(map(_dense, gradients.values())), numbers)
+
+    def begin(self, batch: Batch, compute: Compute) -> None:
+        """Begins a step: computes the blocks of other ranks that this rank audits, and forgets earlier digests."""
+        self._told, self._audited, self._left = None, batch.audited, set()
+        self.compute(batch.audits, compute)
+        rank, device = self._learner.session.rank, self._learner.session.device
+        if not is_late(device):  # where to read a digest waits for no device
+            self._left = {each.block for each in batch.audited if rank in (each.owner, each.auditor)}
+
+    def _tell(self) -> None:
+        """Sends the digests of this rank's blocks to all ranks."""
+        rows = [
+            self._found[each.block].row() if each.block in self._found else _NOTHING for each in self._audited
+        ]
+        numbers, self._left = [number for row in rows for number in row], set()
+        way = self._quick if len(numbers) <= WIDTH else self._learner.session.control
+        self._told = way.exchange(numbers)
 
     def compute(self, micro_batches: Sequence[MicroBatch], compute: Compute) -> None:
         """Computes whole blocks of other ranks, and forgets earlier digests. Leaves gradients, buffers and running
@@ -141,10 +170,11 @@ class BlockAudit:
             DivergenceError: On all ranks alike, if a block has other gradients on its auditor; names the rank.
             DataError: If the auditor has read other samples.
         """
-        control, self._exact.watch = self._learner.session.control, None
-        found, self._found = self._found, {}
-        rows = [found[each.block].row() if each.block in found else _NOTHING for each in batch.audited]
-        gathered = control.exchange([number for row in rows for number in row]).wait()
+        self._exact.watch = None
+        if self._told is None:
+            self._tell()
+        assert self._told is not None
+        gathered, self._found = self._told.wait(), {}
         for at, each in enumerate(batch.audited):
             of_owner, of_auditor = (
                 gathered[rank][4 * at : 4 * at + 4] for rank in (each.owner, each.auditor)

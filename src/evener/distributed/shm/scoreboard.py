@@ -18,7 +18,8 @@ from evener.distributed.shm.mailbox import MESSAGES, Mailbox
 from evener.distributed.watchdog.watchdog import Watchdog
 from evener.errors import ConfigurationError
 
-_WIDTH = 64
+WIDTH = 64
+"""Numbers of an exchange, at most."""
 _WHAT = "control exchange"
 
 
@@ -30,8 +31,8 @@ class Scoreboard:
     """
 
     def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog, timeout_seconds: float) -> None:
-        self._box = Mailbox(group, _WIDTH * torch.float64.itemsize, timeout_seconds, _WHAT)
-        views = self._box.views(torch.float64, 0, _WIDTH)
+        self._box = Mailbox(group, WIDTH * torch.float64.itemsize, timeout_seconds, _WHAT)
+        views = self._box.views(torch.float64, 0, WIDTH)
         self._rows = [[view.numpy() for view in of_ranks] for of_ranks in views]
         self._mine = [rows[dist.get_rank(group)] for rows in self._rows]
         self._watchdog = watchdog
@@ -42,7 +43,7 @@ class Scoreboard:
         del self._box
 
     def exchange(self, values: Sequence[float]) -> Pending:
-        """Starts sending ``values`` to all ranks. Every rank must pass the same number of values, at most 64."""
+        """Starts sending ``values`` to all ranks. Every rank must pass the same number of values, at most `WIDTH`."""
         self._mine[self._box.posted % MESSAGES][: len(values)] = values
         return _Posted(self, self._box.post(), len(values))
 

@@ -60,7 +60,7 @@ class GrainByGrain(Plain):
         audit = self.audit if batch.audited else None
         with naming_nondeterministic(), all_kept(learner.session.device):
             if audit is not None:
-                audit.compute(batch.audits, again)
+                audit.begin(batch, again)
             before = learner.loose_buffers.versions()
             outcome = super().run(batch, divisor, step)
             if audit is not None:
