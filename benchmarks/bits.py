@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -30,7 +31,9 @@ from benchmarks.results import Table, Value, cell, record, spread
 from evener.collectives.base import AllReduce
 from evener.collectives.registry import make
 from evener.components.exact_sum.gradients import ExactGradients
+from evener.core.config.exact_bits import ExactBits
 from evener.core.task.task import Task
+from evener.data.batch import Batch
 from evener.torch_internals.foreach import add_each, copy_each
 from evener.training.engine import Engine
 
@@ -38,8 +41,8 @@ SIZES = (50_000, 500_000, 5_000_000)
 STEP_SECONDS = 0.020
 """A step beside which the cost is told."""
 LAYERS = 8
-STEPS = 50
-"""Steps of a turn with audits or without."""
+STEPS = 150
+"""Steps of a turn of which some have audits."""
 
 Blocks = list[dict[str, Tensor]]
 
@@ -125,9 +128,16 @@ def main() -> None:
     parser.add_argument("--audit", type=float, default=0.0, help="measure this in place of the sums")
     given = parser.parse_args()
     if given.audit:
-        columns = ["network (parameters)", "without audits", f"--audit {given.audit:g}"]
+        columns = [
+            "network (parameters)",
+            "a step without audits",
+            "more with one",
+            "blocks that are audited",
+        ]
         found = evener.launch(audited, given.turns, given.audit, processes=2, device="cpu")[0]
-        record("bits", "steps of two ranks", Table(columns, found, "time over that without audits"))
+        record(
+            "bits", "steps of two ranks", Table(columns, found, "time of all steps over those without audits")
+        )
         return
     columns = ["ranks, parameters", "plain", "exact", "more, of a step of 20 ms"]
     title = f"sums of {given.blocks} block{'s' * (given.blocks > 1)} a rank"
@@ -135,8 +145,11 @@ def main() -> None:
 
 
 def audited(turns: int, audit: float) -> list[list[Value]]:
-    """Returns a row for each network: the time of whole steps of 16 blocks with audits and without, in turns of
-    STEPS each. Audited blocks are rare, so that times are means over the steps of a turn."""
+    """Returns a row for each network: steps of 16 blocks on two ranks, and what audits add to them.
+
+    Few steps have audits, and times differ more from minute to minute than an audit costs. So each audited step is
+    compared with the closest steps without one before and after it.
+    """
     found = list[list[Value]]()
     with evener.Session(device="cpu") as session:
         for network in (networks()[0], networks()[2]):
@@ -149,30 +162,35 @@ def audited(turns: int, audit: float) -> list[list[Value]]:
                 batch_size=SAMPLES,
             )
             settings: dict[str, Any] = {"exact": "bits", "balance": "equal", "epochs": 10**6}
-            with (
-                Engine(task, session=session, **settings) as usual,
-                Engine(task, session=session, audit=audit, **settings) as checked,
-            ):
-                seconds = _in_turns([usual, checked], turns)
-            size = sum(parameter.numel() for parameter in usual.model.parameters())
-            ratios = [b / a for a, b in zip(*seconds, strict=True)]
-            usual_ms, checked_ms = (1e3 * statistics.median(each) for each in seconds)
-            more = cell(checked_ms, "ms", ratio=statistics.median(ratios), spread=spread(ratios))
-            found.append([f"{network.name} ({size / 1e3:,.0f} k)", cell(usual_ms, "ms"), more])
+            with Engine(task, session=session, audit=audit, **settings) as engine:
+                blocks = ExactBits.chosen(SAMPLES).blocks(SAMPLES)
+                feed = engine.batches()
+                each = [_turn(engine, feed, audit, blocks) for _ in range(turns + 1)][1:]
+            size = sum(parameter.numel() for parameter in engine.model.parameters())
+            usual, more, ratios = (list(column) for column in zip(*each, strict=True))
+            about = {"ratio": statistics.median(ratios), "spread": spread(ratios)}
+            times = [cell(1e3 * statistics.median(column), "ms") for column in (usual, more)]
+            found.append([f"{network.name} ({size / 1e3:,.0f} k)", *times, cell(100 * audit, "%", **about)])
     return found
 
 
-def _in_turns(engines: list[Engine], turns: int) -> list[list[float]]:
-    """Returns for each engine the mean seconds of a step in each turn."""
-    feeds, seconds = [engine.batches() for engine in engines], [list[float]() for _ in engines]
-    for turn in range(turns + 1):
-        for engine, feed, own in zip(engines, feeds, seconds, strict=True):
-            began = time.perf_counter()
-            for batch in islice(feed, STEPS):
-                engine.step(batch)
-            if turn:
-                own.append((time.perf_counter() - began) / STEPS)
-    return seconds
+def _turn(engine: Engine, feed: Iterator[Batch], audit: float, blocks: int) -> tuple[float, float, float]:
+    """Returns the seconds of a step without audits, those that audits add to a step that has some, and the time of all
+    steps over that without audits, if the part of the blocks that is audited is as it was asked for."""
+    seconds, parts = list[float](), list[float]()
+    for batch in islice(feed, STEPS):
+        began = time.perf_counter()
+        engine.step(batch)
+        seconds.append(time.perf_counter() - began)
+        parts.append(len(batch.audited) / blocks)
+    beside = [at for at, part in enumerate(parts) if not part]
+    audits = [at for at, part in enumerate(parts) if part and beside[0] < at < beside[-1]]
+    found = list[float]()
+    for at in audits:
+        after = bisect(beside, at)
+        found.append(seconds[at] - sum(seconds[beside[place]] for place in (after - 1, after)) / 2)
+    usual, more = statistics.median(seconds[at] for at in beside), statistics.median(found)
+    return usual, more, 1 + more * audit / statistics.mean(parts[at] for at in audits) / usual
 
 
 def rows(turns: int, blocks: int) -> Iterator[list[Value]]:
