@@ -6,6 +6,7 @@ The scale and the ticks of an axis are also those of the charts of a report (``e
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 150, 34, 30
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999", "#882255")
 """The colours of lines, repeated if there are more lines. The first seven are those of Okabe and Ito (2008), which
 people with any colour vision can tell apart."""
+
+_LEAST_POWER = -300
+"""Steps of an axis are not much smaller than 10 to this power: numbers near the smallest of the type have few digits."""
 
 Point = tuple[float, float]
 
@@ -50,12 +54,15 @@ class Scale:
     bottom: float
 
     def x(self, number: float) -> float:
-        first, last = self.x_range
-        return self.left + (number - first) / (last - first or 1) * (self.right - self.left)
+        return self.left + _part(number, *self.x_range) * (self.right - self.left)
 
     def y(self, number: float) -> float:
-        lowest, highest = self.y_range
-        return self.bottom - (number - lowest) / (highest - lowest or 1) * (self.bottom - self.top)
+        return self.bottom - _part(number, *self.y_range) * (self.bottom - self.top)
+
+
+def _part(number: float, first: float, last: float) -> float:
+    """Returns where ``number`` is on the way from ``first`` to ``last``. Halves do not overflow."""
+    return (number / 2 - first / 2) / (last / 2 - first / 2 or 1)
 
 
 def svg(title: str, panels: Sequence[Panel]) -> str:
@@ -103,21 +110,28 @@ def _drawn(panel: Panel) -> Iterator[str]:
 def ticks_to(highest: float) -> list[float]:
     """Returns the ticks of an axis from 0 to at least ``highest``, in steps of 1, 2 or 5 times a power of ten.
 
-    There are three to six ticks; two if ``highest`` is not above 0.
+    There are three to six ticks; two if ``highest`` is not above 0. None is above the largest number of the type.
     """
     if highest <= 0:
         return [0.0, 1.0]
-    power = 10 ** math.floor(math.log10(highest))
+    power = 10.0 ** max(math.floor(math.log10(highest)), _LEAST_POWER)
     each = next(
-        power * part for part in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0) if highest <= 5 * power * part * (1 + 1e-9)
+        power * part for part in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0) if highest / power <= 5 * part * (1 + 1e-9)
     )
-    return [each * count for count in range(math.ceil(highest / each * (1 - 1e-9)) + 1)]
+    return [_finite(each * count) for count in range(math.ceil(highest / each * (1 - 1e-9)) + 1)]
 
 
 def ticks_between(lowest: float, highest: float) -> list[float]:
     """Returns the ticks of an axis from at most ``lowest`` to at least ``highest``, in the steps of `ticks_to`."""
     if highest <= lowest:
-        lowest, highest = lowest - abs(lowest) / 10 - 1e-9, highest + abs(highest) / 10 + 1e-9
-    each = ticks_to(highest - lowest)[1]
+        lowest, highest = (
+            _finite(lowest - abs(lowest) / 10 - 1e-9),
+            _finite(highest + abs(highest) / 10 + 1e-9),
+        )
+    each = ticks_to(_finite(highest - lowest))[1]
     first, last = math.floor(lowest / each + 1e-9), math.ceil(highest / each - 1e-9)
-    return [each * count for count in range(first, max(last, first + 1) + 1)]
+    return [_finite(each * count) for count in range(first, max(last, first + 1) + 1)]
+
+
+def _finite(number: float) -> float:
+    return max(-sys.float_info.max, min(number, sys.float_info.max))
