@@ -172,6 +172,7 @@ def test_a_run_is_told_the_worst_of_its_machine(monkeypatch: pytest.MonkeyPatch)
             on_cpu(), plan=plan, host=host(cores=64, allowed_cores=64, cpu_quota=0.5, shm_nbytes=1 << 26)
         )
 
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("evener.distributed.session.usable_cores", lambda: 4)
     (words,) = run(monkeypatch, glance, device="cpu", balance="1")
     assert words.startswith("slow: 1 rank of 4 threads on 1 usable core; unset OMP_NUM_THREADS")
