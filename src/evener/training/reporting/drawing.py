@@ -20,7 +20,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 people with any colour vision can tell apart."""
 
 _LEAST_POWER = -300
-"""Steps of an axis are not much smaller than 10 to this power. Numbers near the smallest of the type have few digits."""
+"""Steps of an axis are not much smaller than 10 to this power. Numbers near the least of the type have few digits."""
 
 Point = tuple[float, float]
 
