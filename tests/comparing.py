@@ -52,7 +52,8 @@ def _leg(
             engine.load(Path(directory))
         for batch in engine.batches():
             engine.step(batch)
-            engine.save(Path(directory))  # in the midst of the loop, as a run does at the end of an epoch
+            if engine.steps_done == engine.feed.last_step:
+                engine.save(Path(directory))  # in the midst of the loop, as a run does at the end of an epoch
         return engine.state_dict()
 
 
