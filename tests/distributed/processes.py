@@ -56,9 +56,9 @@ def _variables() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
 
-def start_command(*arguments: str | Path) -> forked.Fork:
+def start_command(*arguments: str | Path, program: Callable[[], object] = forked.command) -> forked.Fork:
     """``evener`` with the arguments, which finds PyTorch imported: see :mod:`tests.distributed.forked`."""
-    return _fork(forked.command, "evener", *arguments)
+    return _fork(program, "evener", *arguments)
 
 
 def start_module(*arguments: str | Path) -> forked.Fork:
