@@ -30,6 +30,7 @@ from evener.training.engine import Engine
 from evener.training.fit import fit
 from tests.comparing import worst
 from tests.strategies.local_steps.test_local_steps import IGNORED, SAMPLES, Words, adam, decaying, task, total
+from tests.tiers import ALWAYS, NIGHTLY, spread
 
 ROUNDING = 1e-9
 Found = tuple[dict[str, Tensor], list[float], list[Merges], list[float]]
@@ -103,8 +104,10 @@ def repeated(found: Found, ranks: int, build: Callable[[], Task], **settings: An
     return trained(build, {**settings, "strategy": strategy}, threads=1)  # as many as the ranks have
 
 
-@pytest.mark.parametrize(("size", "micro_batch"), [(2, None), (3, 4)])
-@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize(
+    ("size", "micro_batch", "clip_norm"),
+    spread([(2, None, None), (3, 4, 0.05), (2, None, 0.05), (3, 4, None)], ALWAYS, ALWAYS, NIGHTLY, NIGHTLY),
+)
 def test_without_staleness_it_is_data_parallelism(
     ranks: Any, size: int, micro_batch: int | None, clip_norm: float | None
 ) -> None:
@@ -292,7 +295,7 @@ def test_a_gradient_that_is_not_a_number_is_named_on_all_ranks(ranks: Any) -> No
         assert "rank 1" in said
 
 
-def test_verify_compares_it_with_one_device_if_nothing_is_stale() -> None:
+def test_verify_compares_it_with_one_device_if_nothing_is_stale(warm: Any) -> None:
     found = verify(
         everything,
         RunConfig(device="cpu", steps=8),

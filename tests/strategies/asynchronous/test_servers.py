@@ -27,6 +27,7 @@ from tests.strategies.asynchronous.test_asynchronous import (
     trained,
 )
 from tests.strategies.local_steps.test_local_steps import Words, adam, decaying, task
+from tests.tiers import ALWAYS, NIGHTLY, spread
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -43,8 +44,12 @@ def stalling(seed: int, optimizer: Any = adam) -> Task:
     return task(optimizer, model=partial(Stalling, seed), scheduler=decaying, scheduler_interval="step")
 
 
-@pytest.mark.parametrize(("size", "servers"), [(2, 2), (3, 2), (3, 3)])
-@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize(
+    ("size", "servers", "clip_norm"),
+    spread(
+        [(2, 2, None), (2, 2, 0.05), (3, 2, 0.05), (3, 2, None), (3, 3, None), (3, 3, 0.05)], ALWAYS, NIGHTLY
+    ),
+)
 def test_without_staleness_several_servers_are_data_parallelism(
     ranks: Any, size: int, servers: int, clip_norm: float | None
 ) -> None:

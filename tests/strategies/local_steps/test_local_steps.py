@@ -172,7 +172,7 @@ def test_ranks_that_compute_a_replica_together_are_the_same_training(ranks: Any,
         assert losses == pytest.approx(elsewhere, rel=1e-7)
 
 
-@pytest.mark.parametrize(("way", "zero"), crossed(TEAMS, [2, 3, 1], lambda _: (ALWAYS, SLOW, ALWAYS)))
+@pytest.mark.parametrize(("way", "zero"), crossed(TEAMS, [2, 3, 1], lambda _: (ALWAYS, SLOW, NIGHTLY)))
 def test_they_may_divide_its_state(ranks: Any, way: str, zero: int) -> None:
     of_replicas, of_ranks = SHARES.get(way, ("1,1", "3,1,0,4"))
     alone, losses = trained(everything, TEAMS[way] | {"balance": of_replicas})
@@ -222,8 +222,9 @@ def odd() -> Task:
     return Task(model=Odd, train=data, loss=nn.CrossEntropyLoss(), optimizer=trainable, batch_size=12)
 
 
-@pytest.mark.parametrize("zero", [1, 3])
-@pytest.mark.parametrize("way", ["fragments", "warm-up"])
+@pytest.mark.parametrize(
+    ("way", "zero"), crossed(["fragments", "warm-up"], [1, 3], lambda _: (ALWAYS, NIGHTLY))
+)
 def test_so_may_a_model_whose_weights_are_of_all_kinds(ranks: Any, way: str, zero: int) -> None:
     alone, losses = trained(odd, TEAMS[way] | {"balance": "1,1"})
     divided = {"strategy": replace(TEAMS[way]["strategy"], zero=zero), "balance": "3,1,0,4"}
@@ -232,8 +233,9 @@ def test_so_may_a_model_whose_weights_are_of_all_kinds(ranks: Any, way: str, zer
         assert losses == pytest.approx(elsewhere, rel=1e-7)
 
 
-@pytest.mark.parametrize("stages", [(2, 0, 3), (3, 1, 0)])
-@pytest.mark.parametrize("way", ["fragments", "plain"])
+@pytest.mark.parametrize(
+    ("way", "stages"), crossed(["fragments", "plain"], [(2, 0, 3), (3, 1, 0)], lambda _: (ALWAYS, NIGHTLY))
+)
 def test_divided_replicas_go_on_from_a_checkpoint(ranks: Any, way: str, stages: tuple[int, ...]) -> None:
     usual = TEAMS[way] | {"epochs": 2}
     whole = on(ranks, 1, everything, **TEAMS[way])

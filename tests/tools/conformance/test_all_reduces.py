@@ -220,7 +220,7 @@ def test_an_error_that_does_not_say_who_is_missing(ranks: Any, kind: Any, says: 
 )
 def test_what_one_rank_raises_all_ranks_say(ranks: Any, kind: Any, error: Any, seen: str) -> None:
     """Those that wait for it end by the timeout that was given, not by that of the ranks' own group."""
-    messages = ranks(2).run(found, kind, timeout_seconds=6, error=error)
+    messages = ranks(2).run(found, kind, timeout_seconds=3, error=error)
     assert messages[0] == messages[1]
     assert messages[0].endswith(seen), messages[0]
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evener
 from evener.errors import EvenerError
+from tests.tiers import ALWAYS, NIGHTLY, crossed
 from tests.training.prepare.running import Weights, prepared
 from tests.training.prepare.test_strategies import check
 
@@ -85,23 +86,27 @@ def training(is_prepared: bool, length: int = 8, loss: Any = flat, by_hand: bool
     return dict(model.state_dict()) | {"told": torch.tensor(told)}
 
 
-@pytest.mark.parametrize(
-    ("ranks_", "settings"),
-    [
-        (2, {"strategy": "context"}),
-        (2, {"strategy": "context", "strategy_option": ("method=ulysses", "order=contiguous")}),
-        (2, {"strategy": "context", "recompute": "blocks"}),
-        (4, {"mesh": "data=2,context=2", "balance": "3,1"}),
-        (4, {"mesh": "context=2,tensor=2"}),
-        (4, {"mesh": "context=2,shard=2", "balance": "1,2"}),
-    ],
-    ids=["ring", "ulysses", "recomputed", "data", "tensor", "shard"],
-)
-def test_it_is_the_loop_of_one_device(ranks: Any, ranks_: int, settings: dict[str, Any]) -> None:
-    for loop in (training, partial(training, length=9, loss=transposed), partial(training, by_hand=True)):
-        expected = loop(False)
-        for found in ranks(ranks_).run(prepared, loop, **settings):
-            check(found, expected)
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ring": (2, {"strategy": "context"}),
+    "ulysses": (2, {"strategy": "context", "strategy_option": ("method=ulysses", "order=contiguous")}),
+    "recomputed": (2, {"strategy": "context", "recompute": "blocks"}),
+    "data": (4, {"mesh": "data=2,context=2", "balance": "3,1"}),
+    "tensor": (4, {"mesh": "context=2,tensor=2"}),
+    "shard": (4, {"mesh": "context=2,shard=2", "balance": "1,2"}),
+}
+LOOPS = {
+    "usual": training,
+    "odd": partial(training, length=9, loss=transposed),
+    "by hand": partial(training, by_hand=True),
+}
+
+
+@pytest.mark.parametrize(("way", "loop"), crossed(WAYS, list(LOOPS), lambda _: (ALWAYS, NIGHTLY, NIGHTLY)))
+def test_it_is_the_loop_of_one_device(ranks: Any, way: str, loop: str) -> None:
+    number, settings = WAYS[way]
+    expected = LOOPS[loop](False)
+    for found in ranks(number).run(prepared, LOOPS[loop], **settings):
+        check(found, expected)
 
 
 def own_batches(is_prepared: bool) -> Weights:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import evener
 from evener.errors import EvenerError
+from tests.tiers import ALWAYS, NIGHTLY, crossed
 from tests.training.prepare import test_loops, test_prepare, test_silent_errors
 from tests.training.prepare.running import Loop, Weights, model_of, prepared, rows, with_settings
 
@@ -208,6 +209,7 @@ LOOPS = (
     *(test_silent_errors.seeded_in_the_loop, test_silent_errors.passes_of_common_noise),
     *(test_prepare.evaluating_within, test_prepare.two_loaders_at_once, test_prepare.after_an_error),
 )
+NAMED = {loop.__name__: loop for loop in LOOPS}
 
 
 def check(found: Weights, expected: Weights) -> None:
@@ -216,15 +218,15 @@ def check(found: Weights, expected: Weights) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("settings", ALL.values(), ids=ALL)
-@pytest.mark.parametrize("loop", LOOPS, ids=[each.__name__ for each in LOOPS])
-def test_it_is_the_loop_of_one_device(
-    ranks: Any, loop: Callable[[bool], Weights], settings: Settings
-) -> None:
-    if loop is with_gaps and settings is TENSOR:
+@pytest.mark.parametrize(
+    ("loop", "way"),
+    crossed(NAMED, list(ALL), lambda _: (ALWAYS, ALWAYS, NIGHTLY)),
+)
+def test_it_is_the_loop_of_one_device(ranks: Any, loop: str, way: str) -> None:
+    if (loop, way) == ("with_gaps", "tensor"):
         pytest.skip("the first pass, by which layers are chosen, does not go through all")
-    expected = loop(False)
-    for found in ranks(2).run(prepared, loop, **settings):
+    expected = NAMED[loop](False)
+    for found in ranks(2).run(prepared, NAMED[loop], **ALL[way]):
         check(found, expected)
 
 
@@ -250,8 +252,8 @@ def test_divided_updates_follow_new_layers(ranks: Any, loop: Callable[[bool], We
     ids=["data x tensor", "data x shard", "shard x tensor", "data x zero1"],
 )
 def test_meshes_are_one_device(ranks: Any, settings: Settings) -> None:
-    both = "shard=2,tensor=2" in settings["mesh"]  # refuses numbers of single gradients
-    for loop in (clipping,) if both else (clipping, looking_at_gradients):
+    both = settings["mesh"] in ("data=2,tensor=2", "data=2,shard=2")  # of two kinds of division
+    for loop in (clipping, looking_at_gradients) if both else (clipping,):
         expected = loop(False)
         for found in ranks(4).run(prepared, loop, **settings):
             check(found, expected)

@@ -141,16 +141,19 @@ def resumed(is_prepared: bool, name: str, file: Path) -> Weights:
     return {}
 
 
-@pytest.mark.parametrize("name", ["muon", "shampoo", "two in one"])
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [("zero1", "tensor"), ("zero3", "zero1"), ("tensor", None), (None, "zero3"), ("zero1", "zero1")],
+    ("name", "ways"),
+    crossed(
+        ["muon", "shampoo", "two in one"],
+        [("zero1", "tensor"), ("zero3", "zero1"), ("tensor", None), (None, "zero3"), ("zero1", "zero1")],
+        lambda _: (ALWAYS, NIGHTLY),
+    ),
 )
 def test_state_goes_from_strategy_to_strategy(
-    ranks: Any, tmp_path: Path, name: str, before: str | None, after: str | None
+    ranks: Any, tmp_path: Path, name: str, ways: tuple[str | None, str | None]
 ) -> None:
     file, expected = tmp_path / "state.pt", trained(False, name)
-    for division in (before, after):
+    for division in ways:
         if division is None:
             found = [resumed(False, name, file)]
         else:
