@@ -29,7 +29,7 @@ from markdown.extensions.toc import slugify
 
 from evener.cli.main import parser
 from tests.tiers import ALWAYS, SLOW
-from tests.warm import Warm
+from tests.warm import Warm, alone_in
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -133,6 +133,11 @@ def test_what_is_shown_and_was_not_printed_is_found_out() -> None:
     for wrong in ("step nine\n", "the end\nheader\n", "kept in runs\n"):
         with pytest.raises(AssertionError, match="not printed"):
             check_shown(wrong, printed)
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    return alone_in(tmp_path)
 
 
 @pytest.mark.slow

@@ -30,6 +30,17 @@ from evener.distributed.launch.process_count import Headcount
 from tests.ranks import RankPool
 
 
+def alone_in(directory: Path) -> Path:
+    """Makes a directory whose parents hold nothing else.
+
+    Each run of ``evener verify SCRIPT`` has links to all that is beside its directory and the two above: to thousands
+    of directories in that of all tests.
+    """
+    path = directory / "home" / "projects" / "own"
+    path.mkdir(parents=True)
+    return path
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a program is at home: its directory, where it looks for modules, and what tests tell it."""

@@ -19,7 +19,7 @@ from evener.tools.verify_script import ScriptVerification, verify_script
 from tests.distributed.processes import call
 from tests.ranks import RankPool
 from tests.tiers import ALWAYS, NIGHTLY, SLOW, spread
-from tests.warm import Warm
+from tests.warm import Warm, alone_in
 
 LOOPS = Path(__file__).parent / "loops"
 RIGHT = [
@@ -32,6 +32,11 @@ WRONG = [
     *spread(("sum_by_length", "epoch_mean", "divided_by_ranks", "mixing_layer", "own_clipping"), SLOW),
     *spread(("contrastive", "rate_of_ranks"), NIGHTLY),
 ]
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    return alone_in(tmp_path)
 
 
 @pytest.fixture
