@@ -50,6 +50,16 @@ def test_a_class_of_the_users_own() -> None:
             make_balancer(name, 3)
 
 
+def test_weights_are_not_looked_for_in_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("evener.core.plugins.entry_points", lambda group: asked.append(group) or ())
+    assert isinstance(make_balancer("3,0.5", 2), Fixed)
+    assert not asked
+    with pytest.raises(ShareError):
+        make_balancer("thirds", 2)
+    assert asked
+
+
 def test_weights_that_are_fixed() -> None:
     assert fixed_weights("3,1", 2) == [0.75, 0.25]
     assert fixed_weights("auto", 2) is fixed_weights("equal", 2) is fixed_weights("a:B", 2) is None

@@ -45,8 +45,11 @@ def installed(what: str) -> dict[str, str]:
 
 
 def is_named(name: str, what: str, own: Iterable[str]) -> bool:
-    """Returns True if ``name`` is from another package or user code, and is not one of Evener's ``own`` names."""
-    return name not in own and (":" in name or name in installed(what))
+    """Returns True if ``name`` is from another package or user code, and is not one of Evener's ``own`` names.
+
+    A text without letters, such as the weights ``3,1``, is no name, and is not looked for in all installed packages.
+    """
+    return name not in own and (":" in name or (any(map(str.isalpha, name)) and name in installed(what)))
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
