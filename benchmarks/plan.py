@@ -7,6 +7,10 @@ Each task is calibrated once, with 1 to 4 CPU ranks. Before and after, real step
 are started anew for each number of them. So the difference of these two repeats stands beside each error. The measured
 time is the mean of the repeats, and each is the median of its steps.
 
+Two cores of a virtual machine are at times worth little more than one, for some tens of seconds. So two threads, or
+ranks, are timed beside one before and after each case; if they were worth less than ``LEAST_WORTH``, it waits for a
+better time and measures the case again, a few times. The trials of a plan have no such help.
+
 =========  ============================================================================================
 seen       all ways at the batch size of the calibration; the regret is the time of the plan's first one
            over that of the fastest, and their median error, which all ways share, is called the machine's drift
@@ -58,6 +62,8 @@ KINDS = "seen", "batch", "throttle", "micro"
 STEPS, SECONDS = 20, (0.5, 2.0)
 """Each repeat takes so many steps, but for at least and at most so long."""
 WARM_STEPS, LEARNING_STEPS = 5, 50
+WIDTH, LEAST_WORTH = 512, 1.6
+MOST_WAITS, WAIT_SECONDS, MOST_REPEATS = 4, 2.0, 2
 HELD = "intervals hold", "repeats"
 TIMEOUT_SECONDS = 60.0
 
@@ -156,10 +162,56 @@ def steps_on_rank(task: Any, cases: Sequence[Case]) -> list[float | None]:
     with Session(device="cpu", timeout_seconds=TIMEOUT_SECONDS) as session, quiet():
         for case in cases:
             try:
-                found.append(None if case.candidate in refused else _median_step(built, case, session))
+                found.append(None if case.candidate in refused else _steady_step(built, case, session))
             except EvenerError:
                 refused.add(case.candidate)
                 found.append(None)
+    return found
+
+
+def worth_of_two(session: Session) -> float:
+    """How many times as much two cores compute together as one alone: with two threads of one rank, or with two ranks.
+    All ranks must call this together."""
+    both = torch.ones(2, WIDTH, WIDTH)
+
+    def seconds(threads: int, count: int) -> float:
+        torch.set_num_threads(threads)
+        began = time.perf_counter()
+        torch.bmm(both[:count], both[:count])
+        return time.perf_counter() - began
+
+    own = torch.get_num_threads()
+    try:
+        alone = together = math.inf
+        for _ in range(5):  # the first is slower, and others may take a core for a moment
+            if session.world_size == 1:
+                alone, together = min(alone, seconds(1, 2)), min(together, seconds(2, 2))
+                continue
+            took = seconds(1, 2) if session.rank == 0 else 0.0
+            alone = min(alone, max(each[0] for each in session.control.exchange([took]).wait()))
+            took = seconds(1, 1) if session.rank < 2 else 0.0
+            together = min(together, max(each[0] for each in session.control.exchange([took]).wait()))
+    finally:
+        torch.set_num_threads(own)
+    return alone / together
+
+
+def _waited(session: Session) -> bool:
+    """Waits until two cores are worth two. Returns False if they were not at once."""
+    for count in range(MOST_WAITS):
+        if session.control.broadcast_object(worth_of_two(session)) >= LEAST_WORTH:
+            return not count
+        time.sleep(WAIT_SECONDS)
+    return False
+
+
+def _steady_step(task: Any, case: Case, session: Session) -> float:
+    """The median seconds of a step while two cores are worth two, if there is such a time."""
+    _waited(session)
+    for _ in range(MOST_REPEATS):
+        found = _median_step(task, case, session)
+        if _waited(session):
+            break
     return found
 
 
