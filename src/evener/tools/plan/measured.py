@@ -130,8 +130,8 @@ def unclear(trials: Sequence[Trial]) -> list[tuple[Candidate, int]]:
 def undisturbed(trials: Sequence[Trial]) -> list[Trial]:
     """Returns the trials of a candidate that are about as fast as the fastest of the same start and batch size.
 
-    The cores of a virtual machine may be slower by a fifth or a half for tens of seconds, and a run may fall into either
-    time. So a start does not count as disturbed because another was faster, unless by ``OTHER_START``.
+    The cores of a virtual machine may be slower by a fifth or a half for tens of seconds, and a run may fall into
+    either time. So a start does not count as disturbed because another was faster, unless by ``OTHER_START``.
     """
     fastest, of_all = dict[tuple[int, int], float](), dict[int, float]()
     for each in trials:
