@@ -5,100 +5,30 @@ Nothing of Evener is imported at the top, so that a name that is gone fails its 
 
 from __future__ import annotations
 
-import gc
 import importlib
-import math
 import os
-import pickle
 import re
 import struct
-import subprocess
-import sys
 import threading
 import tomllib
 import warnings
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from functools import partial
-from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.nn.modules.module import register_module_forward_hook
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.profiler import profile
 from torch.utils.data import DataLoader
 
-from evener.distributed.loopback import OneMachine
+from tests.torch_internals.borrowing import ROOT, borrowed
 
-ROOT = Path(__file__).parents[2]
 BORROWED = ROOT / "src/evener/torch_internals"
+
+
 FILES = sorted(path.stem for path in BORROWED.glob("*.py") if path.stem != "__init__")
-
-
-@contextmanager
-def borrowed(file: str, package: str = "torch_internals") -> Iterator[Any]:
-    """The module; whatever fails in the block is told as the loss of its names."""
-    path = f"src/evener/{package.replace('.', '/')}/{file}.py"
-    try:
-        yield importlib.import_module(f"evener.{package}.{file}")
-    except Exception as error:
-        pytest.fail(
-            f"torch {torch.__version__} no longer has what {path} borrows, or it means something else: "
-            f"{type(error).__name__}: {error}; see there for what it is used for"
-        )
-
-
-@pytest.fixture
-def group() -> Iterator[dist.ProcessGroup]:
-    """Of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    found = dist.group.WORLD
-    assert found is not None
-    yield found
-    dist.destroy_process_group()
-
-
-def test_the_largest_of_many_tensors_are_known() -> None:
-    with borrowed("optimizers") as norms:
-        numbers = [torch.tensor([1.0, -3.0]), torch.tensor([[float("nan"), 1.0]]), torch.tensor(2.0)]
-        found = norms.largest(numbers)
-        assert found[0] == 3
-        assert found[1].isnan()
-        assert found[2] == 2
-
-
-def test_many_tensors_are_changed_in_one_call() -> None:
-    with borrowed("foreach") as many:
-        found, narrow = [torch.ones(2, dtype=torch.float64), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
-        many.add_each(found, [2.0, 3.0])
-        many.add_each(found, [each.clone() for each in found])
-        many.subtract_each(found, [1.0, 2.0])
-        many.copy_each(narrow, found)
-        assert [each.tolist() for each in narrow] == [[5.0, 5.0], [4.0, 4.0, 4.0]]
-        for function in (many.add_each, many.subtract_each, many.copy_each):
-            function([], [])
-        turned = torch.arange(6.0).view(2, 3).t()
-        check = many.FiniteCheck()
-        assert check.all_finite(
-            [turned, torch.tensor(7.0), torch.ones(2, dtype=torch.float64), torch.ones(0)]
-        )
-        assert turned.tolist() == [[0, 3], [1, 4], [2, 5]]
-        for bad in (math.nan, math.inf, -math.inf):
-            assert not check.all_finite([turned, torch.tensor([1.0, bad])])
 
 
 def test_hooks_on_accumulated_gradients_are_known() -> None:
@@ -128,110 +58,6 @@ def test_hooks_on_gradients_are_taken_off_and_given_back() -> None:
         assert told[1:] == [[3.5, 3.5]]
 
 
-def test_hooks_on_an_optimizer_are_known() -> None:
-    with borrowed("optimizers") as names:
-        for register in ("register_step_pre_hook", "register_step_post_hook"):
-            optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)])
-            assert not names.has_step_hooks(optimizer)
-            getattr(optimizer, register)(lambda *_: None)
-            assert names.has_step_hooks(optimizer)
-            assert not names.has_step_hooks(names.without_hooks(optimizer))
-
-
-def test_a_step_without_hooks_is_the_same() -> None:
-    with borrowed("optimizers") as names:
-        weight, calls = torch.ones(2, requires_grad=True), []
-        optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
-        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-        of_all = register_optimizer_step_pre_hook(lambda *_: calls.append("of all"))
-        torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-        weight.grad = torch.ones(2)
-        names.step_without_hooks(optimizer)
-        assert weight.tolist() == [0.5, 0.5]
-        assert weight in optimizer.state
-        assert not calls
-        optimizer.step()
-        of_all.remove()
-        assert calls == ["of all", "before", "after"]
-
-
-@pytest.mark.parametrize("has_scheduler", [False, True])
-def test_a_step_without_a_range_is_the_same(has_scheduler: bool) -> None:
-    with borrowed("optimizers") as names:
-        weight = torch.ones(2, requires_grad=True)
-        optimizer = torch.optim.SGD([weight], lr=0.5)
-        if has_scheduler:
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        weight.grad = torch.ones(2)
-        step = names.own_step(optimizer)
-        assert isinstance(step, partial), "the range is left out"
-        step()
-        assert weight.tolist() == [0.5, 0.5]
-        if has_scheduler:
-            with warnings.catch_warnings(action="error"):  # PyTorch's scheduler warns if no step came before
-                scheduler.step()
-        with profile(acc_events=True) as recorded:
-            names.own_step(optimizer)()
-        assert "Optimizer.step#SGD.step" in {event.key for event in recorded.key_averages()}
-
-
-def test_no_hook_of_a_step_is_left_out() -> None:
-    with borrowed("optimizers") as names:
-        weight, calls = torch.ones(2, requires_grad=True), []
-        weight.grad = torch.ones(2)
-        for register in ("register_step_pre_hook", "register_step_post_hook"):
-            optimizer = torch.optim.SGD([weight])
-            getattr(optimizer, register)(lambda *_: calls.append("its own"))
-            names.own_step(optimizer)()
-        for register_of_all in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
-            of_all = register_of_all(lambda *_: calls.append("of all"))
-            names.own_step(torch.optim.SGD([weight]))()
-            of_all.remove()
-        assert calls == ["its own"] * 2 + ["of all"] * 2
-
-
-def test_a_step_that_somebody_has_replaced_is_taken() -> None:
-    with borrowed("optimizers") as names:
-        weight, calls = torch.ones(2, requires_grad=True), []
-        optimizer: Any = torch.optim.SGD([weight])
-        before = optimizer.step
-
-        def step(self: Any) -> None:
-            calls.append("mine")
-            before()
-
-        optimizer.step = MethodType(step, optimizer)
-        names.own_step(optimizer)()
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps it
-        names.own_step(optimizer)()
-        assert calls == ["mine"] * 2
-
-
-def test_state_in_codes_is_known() -> None:
-    with warnings.catch_warnings(action="ignore"):
-        optim = pytest.importorskip("torchao.optim")
-    with borrowed("quantized_state") as names:
-        weight = nn.Parameter(torch.zeros(64, 64))
-        optimizer = optim.AdamW8bit([weight], bf16_stochastic_round=True)
-        state = names.new_state(optimizer, weight, True)
-        assert names.is_quantized(state)
-        assert names.makes_quantized(optimizer)
-        assert names.rounds_by_chance(optimizer)
-        assert not names.makes_quantized(torch.optim.AdamW([weight]))
-        assert names.codes_of(state).keys() == {"codes", "scale"}
-        assert names.block_size(state) == 256
-        assert -1 < names.lowest_code(state) < -0.9
-        assert not names.is_quantized(weight)
-
-
-@pytest.mark.usefixtures("group")
-def test_the_default_store_is_that_of_the_group() -> None:
-    with borrowed("process_groups") as names:
-        names.default_store().set("key", "value")
-        assert names.default_store().get("key") == b"value"
-
-
 def test_a_view_is_known() -> None:
     with borrowed("autograd") as names:
         weight = torch.ones(2, 3, requires_grad=True)
@@ -240,54 +66,6 @@ def test_a_view_is_known() -> None:
         assert not names.is_view((weight * 2).T.clone())
         assert names.base_of(weight.T[0]) is weight
         assert names.base_of(weight) is None
-
-
-@pytest.mark.usefixtures("group")
-def test_a_group_is_made_under_a_given_name() -> None:
-    with borrowed("process_groups") as names:
-        import torch.testing._internal.distributed.fake_pg  # as parts of torch do; it registers a backend
-
-        made = names.named_group("a_name_of_our_own", [0], "cpu:gloo,cuda:gloo", timedelta(seconds=10))
-        assert dist.get_backend(made) == "gloo"
-        assert made.group_name == "a_name_of_our_own"
-        assert dist.get_process_group_ranks(made) == [0]
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor, group=made)
-        before = names.groups_open()
-        dist.destroy_process_group(made)
-        assert names.groups_open() == before - 1
-
-
-@pytest.mark.usefixtures("group")
-def test_ddp_logs_its_buckets() -> None:
-    with borrowed("ddp") as names:
-        logged = names.logged(DistributedDataParallel(nn.Linear(3, 2)))
-        assert [int(size) for size in logged["bucket_sizes"].split(",")] == [32]
-
-
-@pytest.mark.usefixtures("group")
-def test_ddp_broadcasts_buffers_through_one_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    with borrowed("ddp") as names:
-        told: list[int] = []
-        original = getattr(DistributedDataParallel, names.BROADCAST_BUFFERS)
-
-        def counted(model: Any, tensors: Any, *rest: Any) -> Any:
-            told.append(len(tensors))
-            return original(model, tensors, *rest)
-
-        monkeypatch.setattr(DistributedDataParallel, names.BROADCAST_BUFFERS, counted)
-        DistributedDataParallel(nn.BatchNorm1d(3))(torch.ones(2, 3))
-        assert told == [3]
-        DistributedDataParallel(nn.BatchNorm1d(3), **names.no_buffer_broadcast())(torch.ones(2, 3))
-        assert told == [3]
-
-
-@pytest.mark.usefixtures("group")
-def test_ddp_leaves_parameters_alone() -> None:
-    with borrowed("ddp") as names:
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        names.leave_out(model, ["1.weight", "1.bias"])
-        assert names.logged(DistributedDataParallel(model))["num_parameter_tensors"] == 2
 
 
 def test_iterators_of_a_data_loader_have_one_class() -> None:
@@ -474,126 +252,6 @@ def test_values_of_a_sparse_tensor_are_read_as_they_are_stored() -> None:
         assert names.stored_values(twice).tolist() == [1, 2]
 
 
-def test_the_agent_tells_of_its_workers(tmp_path: Path) -> None:
-    """Of which one ends with status 3."""
-    with borrowed("elastic") as names:
-        parameters = RendezvousParameters(
-            "c10d", "localhost:0", "test", 1, 1, is_host=True, read_timeout=30, join_timeout=30
-        )
-        handler = get_rendezvous_handler(parameters)
-        spec = WorkerSpec(
-            "test", 1, handler, entrypoint=sys.executable, args=("-c", "exit(3)"), max_restarts=0
-        )
-        contexts: list[Any] = []
-        agent = type("Told", (names.ElasticAgent,), {"started": lambda _, context: contexts.append(context)})(
-            spec, DefaultLogsSpecs(log_dir=str(tmp_path))
-        )
-        result = agent.run()
-        assert result.failures[0].exitcode == 3
-        assert agent.context is contexts[0]
-        assert names.failed(contexts[0]) == {0}
-        handler.shutdown()
-
-
-def test_the_agent_changes_the_number_of_its_workers_while_one_stays(tmp_path: Path) -> None:
-    """Of two workers the first one ends; the other one becomes rank 0 of three."""
-    with borrowed("elastic") as names:
-        tells = "open(f'{sys.argv[1]}/{os.environ[\"RANK\"]}-{os.environ[\"WORLD_SIZE\"]}', 'w')"
-        ends = "os.environ['RANK'] == '0' and os.environ['WORLD_SIZE'] == '2'"
-        args = ("-c", f"import os, sys, time\n{tells}\n({ends}) or time.sleep(1.5)", str(tmp_path))
-        spec = WorkerSpec("test", 2, OneMachine(10), entrypoint=sys.executable, args=args, max_restarts=0)
-        kept: list[dict[int, int]] = []
-
-        def look(agent: Any) -> None:
-            running = names.running(agent.context)
-            if not kept and running.keys() == {1}:
-                kept.append(running)
-                agent.renumber([1], 3)
-                kept.append(agent.context.pids())
-
-        agent = type("Changes", (names.ElasticAgent,), {"follow_changes": look})(
-            spec, DefaultLogsSpecs(log_dir=str(tmp_path / "logs"))
-        )
-        result = agent.run()
-        assert not result.is_failed()
-        assert sorted(result.return_values) == [0, 1, 2]
-        assert kept[1][0] == kept[0][1]
-        told = {path.name for path in tmp_path.iterdir() if path.is_file()}
-        assert told == {"0-2", "1-2", "1-3", "2-3"}
-
-
-def test_the_agent_meets_again_when_a_machine_of_the_round_is_silent(tmp_path: Path) -> None:
-    class Silent(OneMachine):
-        def next_rendezvous(self) -> Any:
-            info = super().next_rendezvous()
-            info._world_size = 2 if self._rounds == 1 else 1
-            return info
-
-    with borrowed("elastic") as names:
-        for again in (True, False):
-            spec = WorkerSpec(
-                "test", 1, Silent(0.5), entrypoint=sys.executable, args=("-c", "pass"), max_restarts=0
-            )
-            agent = type("Meets", (names.ElasticAgent,), {"meets_again": lambda _, again=again: again})(
-                spec, DefaultLogsSpecs(log_dir=str(tmp_path / str(again)))
-            )
-            if again:
-                assert not agent.run().is_failed()
-            else:
-                with pytest.raises(dist.DistError):
-                    agent.run()
-
-
-def test_the_agent_starts_one_worker_in_place_of_another(tmp_path: Path) -> None:
-    """That ends with status 1 the first time; the other one is left as it is."""
-    with borrowed("elastic") as names:
-        parameters = RendezvousParameters(
-            "c10d", "localhost:0", "test", 1, 1, is_host=True, read_timeout=30, join_timeout=30
-        )
-        handler = get_rendezvous_handler(parameters)
-        fails = "os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
-        args = ("-c", f"import os, time\nassert not ({fails})\ntime.sleep(1)")
-        spec = WorkerSpec("test", 2, handler, entrypoint=sys.executable, args=args, max_restarts=2)
-        contexts: list[Any] = []
-        seen: list[tuple[set[int], dict[int, int]]] = []
-
-        def replaces(agent: Any, failures: dict[int, Any]) -> bool:
-            seen.append((set(failures), names.running(agent.context)))
-            return True
-
-        acts = {"started": lambda _, context: contexts.append(context), "replaces": replaces}
-        agent = type("Replaces", (names.ElasticAgent,), acts)(spec, DefaultLogsSpecs(log_dir=str(tmp_path)))
-        result = agent.run()
-        assert not result.is_failed()
-        assert agent.restarts_done == 1
-        assert agent.is_alone
-        (failed, running), *rest = seen
-        assert (failed, set(running), rest) == ({1}, {0}, [])
-        assert len(contexts) == 1
-        handler.shutdown()
-
-
-ENDING = """
-import atexit, os, threading, time
-from evener.torch_internals import interpreter
-atexit.register(print, "exit function", flush=True)
-threading.Thread(target=lambda: (time.sleep(0.2), print("thread", flush=True))).start()
-interpreter.join_threads()
-interpreter.run_exit_functions()
-os._exit(0)
-"""
-
-
-def test_an_interpreter_is_started_and_ended_as_python_does() -> None:
-    with borrowed("interpreter") as names:
-        command = [sys.executable, *names.flags(), "-W", "error", "-X", "utf8", "-c", ENDING]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        assert done.stdout == "thread\nexit function\n"
-        flags = "from evener.torch_internals.interpreter import flags; print(*flags())"
-        command = [sys.executable, "-W", "error", "-X", "utf8", "-c", flags]
-        assert "-Werror" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 def test_states_of_a_metric_are_read_and_put_back() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     with borrowed("torchmetrics_states") as names:
@@ -614,59 +272,9 @@ def test_states_of_a_metric_are_read_and_put_back() -> None:
         assert float(mean.compute()) == 8
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_checkpoints_ask_an_object_for_its_pieces(tmp_path: Path) -> None:
-    """``__create_write_items__`` and ``__create_chunk_list__``, and the planners that look an object up."""
-    with borrowed("dcp_planner", "checkpoint") as names:
-        slices = importlib.import_module("evener.components.sharded_tensor.shard_spec")
-        pieces = (range(0, 1), range(1, 4))
-        for index in (0, 1):
-            own = torch.arange(4.0)[pieces[index].start : pieces[index].stop]
-            state = {"model/a": names.ShardPiece(own, slices.ShardSpec("tensor", 0, pieces, index))}
-            writer = checkpoint.FileSystemWriter(tmp_path / str(index))
-            checkpoint.save(state, storage_writer=writer, planner=names.PieceSaver(), no_dist=True)
-            metadata = checkpoint.FileSystemReader(tmp_path / str(index)).read_metadata()
-            entry: Any = metadata.state_dict_metadata["model/a"]
-            assert entry.size == torch.Size([4])
-            assert [tuple(chunk.offsets) for chunk in entry.chunks] == [(pieces[index].start,)]
-        whole = {"model/a": torch.arange(4.0)}
-        writer = checkpoint.FileSystemWriter(tmp_path / "whole")
-        checkpoint.save(whole, storage_writer=writer, planner=names.PieceSaver(), no_dist=True)
-        room = names.ShardPiece(torch.zeros(3), slices.ShardSpec("tensor", 0, pieces, 1))
-        reader = checkpoint.FileSystemReader(tmp_path / "whole")
-        checkpoint.load({"model/a": room}, storage_reader=reader, planner=names.PieceLoader(), no_dist=True)
-        assert room.held.tolist() == [1, 2, 3]
-
-
-def test_machines_that_came_to_a_rendezvous_are_counted() -> None:
-    parameters = RendezvousParameters("c10d", "localhost:0", "names", 1, 1, local_addr="127.0.0.1")
-    handler = get_rendezvous_handler(parameters)
-    with borrowed("elastic") as module:
-        assert module.participants(None) is None
-        assert module.participants(handler) == 0
-        handler.next_rendezvous()
-        assert module.participants(handler) == 1
-    handler.shutdown()
-
-
-def test_a_rendezvous_agrees_on_a_state_of_these_fields() -> None:
-    with borrowed("elastic") as names:
-        names_of_fields = {"round", "complete", "deadline", "closed"}
-        names_of_fields |= {"participants", "wait_list", "redundancy_list", "last_heartbeats"}
-        assert vars(names.RendezvousState()).keys() == names_of_fields
-        node = names.NodeDesc("host", 1, 2)
-        assert (node.addr, node.pid, node.local_id) == ("host", 1, 2)
-
-
-def test_a_store_can_be_cloned() -> None:
-    """Documented, but torch's types do not know it."""
-    with borrowed("watchdog", "distributed.watchdog"):
-        store: Any = dist.HashStore()
-        dist.PrefixStore("a", store.clone()).set("key", "value")
-        assert store.get("a/key") == b"value"
-
-
 UNTRIED_ON_THE_NEWEST = {"elastic"}
+
+
 """Files with a name that was borrowed since that was last at hand. All others were tried on it."""
 
 
@@ -750,59 +358,6 @@ def test_fake_tensors_have_no_memory_and_can_be_exchanged() -> None:
             with pytest.raises(RuntimeError) as failed:
                 layer.weight.nonzero()
             assert names.depends_on_numbers(failed.value)
-
-
-def test_a_group_has_nobody_at_the_other_end() -> None:
-    with borrowed("process_groups") as names:
-        names.open_fake_group(3, 100)
-        try:
-            assert (dist.get_rank(), dist.get_world_size()) == (3, 100)
-            assert dist.get_backend() == names.FAKE_BACKEND
-            dist.all_reduce(torch.ones(2))
-        finally:
-            dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
-def test_ddp_can_be_kept_from_making_its_buckets_anew() -> None:
-    with borrowed("ddp") as names:
-        model = DistributedDataParallel(nn.Linear(2, 2))
-        with names.buckets_kept():
-            for _ in range(3):
-                model(torch.ones(1, 2)).sum().backward()
-        assert not model._get_ddp_logging_data().get("has_rebuilt_buckets")  # type: ignore[no-untyped-call]
-
-
-@pytest.mark.usefixtures("group")
-def test_a_process_group_is_freed_after_the_reducer_of_its_model() -> None:
-    with borrowed("ddp") as names:
-        freed: list[str] = []
-        whole = dist.new_group([0])
-        with names.groups_freed_last():
-            model = DistributedDataParallel(nn.Linear(2, 2), process_group=whole)
-        for thing, name in ((model.reducer, "reducer"), (model.logger, "logger"), (whole, "group")):
-            weakref.finalize(thing, freed.append, name)
-        model(torch.ones(1, 2)).sum().backward()
-        dist.destroy_process_group(whole)
-        del thing, whole, model
-        gc.collect()
-        assert sorted(freed[:2]) == ["logger", "reducer"]
-        assert freed[2:] == ["group"]
-
-
-@pytest.mark.usefixtures("group")
-def test_a_model_that_holds_its_process_group_can_be_pickled() -> None:
-    with borrowed("ddp") as names:
-        with names.groups_freed_last():
-            model = DistributedDataParallel(nn.Linear(2, 2))
-            saved = pickle.dumps(model)
-            again = pickle.loads(saved)
-        assert b"evener." not in saved, "it can be loaded without Evener"
-        again(torch.ones(1, 2)).sum().backward()
-        for each in (model, again):
-            names_of = list(vars(each))
-            (held,) = (name for name, value in vars(each).items() if getattr(value, "group", None))
-            assert names_of.index(held) > max(map(names_of.index, ("reducer", "logger")))
 
 
 def test_operators_are_seen_below_autograd() -> None:

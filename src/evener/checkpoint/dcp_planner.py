@@ -2,7 +2,7 @@
 
 PyTorch cuts a DTensor into equal pieces, but the pieces here may have any length. An object with two specially named
 methods can say itself which part of a whole it holds: the planners ask for these methods before they look at types. The
-names have two underscores on each side and are undocumented, so tests/torch_internals/test_torch_names.py checks them.
+names have two underscores on each side and are undocumented, so tests/torch_internals checks them.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The check looks at a rank's own gradients before they are summed over the ranks.
 one sum over many elements, is cheap. The search for the parameter at fault costs thirty times as much; on a CPU it runs
 only if a number is not finite::
 
-    sum is finite          ─▶ all are                                                     always, 0.1 ms a million
-    sum is not finite      ─▶ look at each; report the last in the order of the model,    once
+    number is finite       ─▶ all are                                                     always, 0.1 ms a million
+    number is not finite   ─▶ look at each; report the last in the order of the model,    once
                               which is the first that backward reached; or none, if
                               finite numbers overflow in the sum
 
@@ -202,8 +202,8 @@ class AllGradients:
         trained = [(p, float(place)) for place, p in enumerate(names, 1) if p.requires_grad]
         self._trained, self._places = [p for p, _ in trained], [place for _, place in trained]
         self._frozen = [p for p in names if not p.requires_grad]
-        small = {p for p in self._trained if p.numel() <= _SMALL and p.dtype in _WIDE}
-        self._small = [p for p in self._trained if p in small]
+        self._small = [p for p in self._trained if p.numel() <= _SMALL and p.dtype in _WIDE]
+        small = set(self._small)
         self._others = [p for p in self._trained if p not in small]
         self._check, self._is_late = FiniteCheck(), bool(trained) and is_late(trained[0][0].device)
         self._are_plain = all(

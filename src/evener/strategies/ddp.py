@@ -267,9 +267,10 @@ class DdpCommHook:
     def _look(self, bucket: GradBucket, flat: Tensor, exact: ExactGradients | None) -> Readout:
         unsound = self._learner.unsound
         if exact is not None:
-            flat = flat[flat.numel() - len(bucket.parameters()) :]  # the counts
-        if exact is not None or flat.is_sparse or not is_late(flat.device):
-            return unsound.of_flat(flat, partial(self._named, bucket, exact))
+            counts = flat[flat.numel() - len(bucket.parameters()) :]
+            return unsound.of_flat(counts, partial(self._named, bucket, exact))
+        if flat.is_sparse or not is_late(flat.device):
+            return unsound.of_flat(flat, partial(self._named, bucket, None))
         known, memory = self._views.get(bucket.index()), (flat.data_ptr(), flat.numel(), flat.dtype)
         if known is not None and known.memory == memory and known.places:
             return unsound.of_late(known.gradients, known.places)

@@ -42,7 +42,7 @@ def summed(
         own.unpack(flat, found)
         own.finish(limbs[-1].append)
     counts = dict(zip(names, flat[-len(names) :].tolist(), strict=True))
-    more = [name for name, count in counts.items() if grid.is_wide(count) or grid.is_small(count)]
+    more = [name for name, count in counts.items() if grid.is_unusual(count)]
     for name, digits in zip(more, zip(*limbs, strict=True), strict=True):
         least = unit if grid.is_wide(counts[name]) else grid.unit_below(unit)
         found[name].copy_(grid.folded(torch.stack(digits).sum(0), least))

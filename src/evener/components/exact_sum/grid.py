@@ -150,17 +150,12 @@ def split(value: Tensor, unit: int, limbs: int) -> Tensor:
 
 def is_unusual(count: float) -> bool:
     """Returns True if a sum with this count has to be made once more, of digits."""
-    return 0 < count <= MOST_BELOW or MOST < count < math.inf
+    return 0 < count <= MOST_BELOW or is_wide(count)
 
 
 def are_usual(counts: Collection[float]) -> bool:
     """Returns True if none of these counts, at least one, is unusual. May return False even then."""
     return min(counts) > MOST_BELOW and max(counts) <= MOST
-
-
-def is_small(count: float) -> bool:
-    """Returns True if a sum with this count needs the digits below the unit."""
-    return 0 < count <= MOST_BELOW
 
 
 def split_below(value: Tensor, unit: int) -> Tensor:
