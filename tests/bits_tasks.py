@@ -110,8 +110,8 @@ class Transformer(nn.Module):
         self.head = nn.Linear(16, WORDS)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.words(x) + self.places(torch.arange(x.shape[1]))
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        hidden = self.words(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         scores: Tensor = self.head(self.block(hidden, mask, x == 0))
         return scores.transpose(1, 2)
 

@@ -18,6 +18,7 @@ from evener.collectives.base import TIMED_EVERY, AllReduce, ChainedWork, Done, W
 from evener.collectives.compress import Half, Int8, TopK
 from evener.collectives.executor import executor
 from evener.collectives.registry import make
+from evener.torch_internals.dispatch import fake_mode
 
 Trace = dict[str, set[int]]
 
@@ -216,3 +217,11 @@ def test_a_timed_call_fails_as_any_other(ranks: Any) -> None:
     ((words, timed),) = ranks(1).run(failing)
     assert "no sum" in words
     assert timed == 0
+
+
+def test_a_fake_tensor_of_an_estimate_is_of_no_device_that_could_be_waited_for() -> None:
+    """On a machine with a GPU its future would look for memory there."""
+    with fake_mode():
+        tensor = torch.ones(3, device="cuda")
+    assert tensor.is_cuda
+    assert Done(tensor).future().wait() is tensor

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evener.hardware.async_copy import SENDERS, send
+from evener.hardware.async_copy import SENDERS, copy, move, send
+from tests.waiting_copies import CPU, DEVICE, CopiesToHost
 
 
 def test_what_is_there_already_stays() -> None:
@@ -15,6 +16,27 @@ def test_a_kind_of_device_is_sent_to_as_the_table_says(monkeypatch: pytest.Monke
     assert send(torch.arange(3), torch.device("meta")).is_meta
     monkeypatch.setitem(SENDERS, "meta", lambda tensor, device: tensor + 1)
     assert send(torch.arange(3), torch.device("meta")).tolist() == [1, 2, 3]
+
+
+def test_the_host_waits_for_what_comes_to_it_and_for_nothing_else() -> None:
+    there, here = torch.ones(3, device=DEVICE), torch.ones(3)
+    with CopiesToHost() as copies:
+        assert move(there, CPU).device == CPU
+        copy(here, there)
+    assert copies.waits == [True, True]
+    assert move(here, DEVICE).is_meta
+    copy(there, here)
+
+
+@pytest.mark.gpu
+def test_numbers_of_a_gpu_are_there_when_the_host_has_them() -> None:
+    matrix = torch.rand(4096, 4096, device="cuda")
+    for _ in range(50):
+        matrix = (matrix @ matrix).clamp(0, 1)
+    filled, kept = matrix * 0 + 7, torch.zeros(4096, 4096)
+    copy(kept, filled)
+    assert kept.eq(7).all()
+    assert move(filled, CPU).eq(7).all()
 
 
 @pytest.mark.gpu

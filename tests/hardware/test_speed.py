@@ -299,7 +299,7 @@ def test_a_card() -> None:
     found = measure(device)
     assert found.error == ""
     assert found.products.keys() == set(dtypes_of(device))
-    assert all(1e11 < each < 1e16 for each in found.products.values())
+    assert {name: each for name, each in found.products.items() if not 1e11 < each < 1e16} == {}
     assert found.products["float16"] >= 0.8 * found.products["float32"]
     assert found.products.get("tf32", math.inf) >= 0.8 * found.products["float32"]
     assert found.copy is not None

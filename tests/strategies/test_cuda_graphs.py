@@ -565,7 +565,7 @@ def test_what_runs_over_ranks_in_other_ways_is_named(
 def test_a_gpu_trains_the_same_with_graphs(settings: dict[str, Any], rtol: float) -> None:
     """Two shapes take turns, with dropout. Where memory lies may change the order of a sum."""
     task = of_model(convolutions)
-    with mock.patch.object(torch.backends.cudnn, "deterministic", True):
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
         _, losses, _ = trained(task, device="cuda", **settings)
         _, same, replays = trained(task, device="cuda", **settings, **GRAPHS)
     torch.testing.assert_close(losses, same, rtol=rtol, atol=rtol)

@@ -214,6 +214,30 @@ def test_no_step_waits_for_the_device(kind: str, trait: str) -> None:
     assert device.constants == [] or trait == "class weights"
 
 
+class Positions(nn.Module):
+    """Scores for each position of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.layer(x)
+        return scores.transpose(1, 2)
+
+
+def test_sequences_are_tried_on_the_device_and_in_the_types_of_the_run() -> None:
+    """The copy of a batch that the host keeps for counting is cut first."""
+    sequences = TensorDataset(torch.ones(SAMPLES, 9, FEATURES), torch.zeros(SAMPLES, 9, dtype=torch.long))
+    with mock.patch("evener.strategies.context.context.check_likeness") as check:
+        trained(task(Positions, train=sequences), "context", 4, 1, dtype="float64")
+    _, whole, piece, _ = check.call_args.args
+    assert [(each.inputs.device.type, each.inputs.dtype) for each in (whole, piece)] == [
+        ("meta", torch.float64)
+    ] * 2
+    assert whole.inputs.shape[1] > piece.inputs.shape[1]
+
+
 class Narrow(nn.Module):
     """Has no room for more than two samples."""
 

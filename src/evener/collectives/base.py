@@ -32,6 +32,7 @@ from evener.collectives.missing_ranks import RollCall
 from evener.collectives.sparse import is_native, sum_gathered
 from evener.core.half_precision import is_half
 from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
+from evener.torch_internals.dispatch import is_fake
 
 Key = Hashable
 """Identifies a tensor across calls, for an all-reduce that keeps state for each tensor (error feedback).
@@ -95,7 +96,10 @@ class Done(Work):
 
 def _kept(tensor: Tensor) -> Future[Tensor]:
     """Returns a completed future; on a GPU, streams that use it wait for the work queued on the current stream."""
-    future: Future[Tensor] = Future(devices=[tensor.device] if tensor.is_cuda else None)
+    is_queued = tensor.is_cuda and not is_fake(
+        tensor
+    )  # a fake one of an estimate says cuda, and has no memory there
+    future: Future[Tensor] = Future(devices=[tensor.device] if is_queued else None)
     future.set_result(tensor)
     return future
 

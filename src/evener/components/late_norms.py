@@ -1,8 +1,10 @@
 """Whether gradients are finite, on a device that runs behind the host: asked in one call, and read with the losses.
 
 The device computes the largest element of each gradient. What is made of these numbers depends on who reads them. A
-rank alone copies them to the host with the loss and looks there, a step later; ranks that tell each other reduce them
-first, on the device, to one number and the place of a gradient that is not finite.
+rank alone copies them to the host with the loss and looks there, a step later; of many it copies only whether one is
+not finite, and reads them if that is so, because bringing many scalars together takes the host longer than computing
+them. Ranks that tell each other reduce them first, on the device, to one number and the place of a gradient that is
+not finite.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ import torch
 from torch import Tensor
 
 from evener.hardware.async_read import read
+from evener.torch_internals.foreach import non_finite_flag
 from evener.torch_internals.optimizers import largest
+
+_FEW = 32
 
 
 class LateNorms:
@@ -27,6 +32,16 @@ class LateNorms:
 
     def __init__(self, found: Sequence[Tensor], places: Sequence[float]) -> None:
         self.norms, self.places = largest(found), places
+
+    @property
+    def are_many(self) -> bool:
+        """True if :attr:`flag` reaches the host sooner than all of them."""
+        return len(self.norms) > _FEW and self.norms[0].dtype in (torch.float32, torch.float64)
+
+    @cached_property
+    def flag(self) -> Tensor:
+        """A number that is 0 if all are finite, and 1 otherwise."""
+        return non_finite_flag(self.norms)
 
     @cached_property
     def stacked(self) -> Tensor:

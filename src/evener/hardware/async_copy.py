@@ -1,8 +1,11 @@
-"""Copies tensors from host to device without waiting for previously queued work.
+"""Copies tensors between host and devices, without waiting for previously queued work where that is safe.
 
 ``tensor.to("cuda")`` is queued behind all earlier work on the device, and the host waits for it. A copy from pinned
 memory is asynchronous, and the host does not wait. This module is for the small tensors that a step sends itself. The
 samples of a batch are copied during the previous step (:mod:`evener.data.prefetch`).
+
+The other way the host has to wait: an asynchronous copy to it returns memory in which the numbers will be, and nothing
+keeps the host from reading it before.
 """
 
 from __future__ import annotations
@@ -38,3 +41,13 @@ SENDERS: dict[str, Sender] = dict.fromkeys(WITH_STREAMS, from_pinned_memory)
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Copies a tensor to ``device``. May return before the copy is complete."""
     return SENDERS.get(device.type, by_copy)(tensor, device)
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns the tensor on ``device``. What is queued on a device waits for a copy to it; the host does by itself."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def copy(to: Tensor, values: Tensor) -> None:
+    """Copies ``values`` to the tensor ``to``, with the same waits as :func:`move`."""
+    to.copy_(values, non_blocking=to.device.type != "cpu")

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import evener
 from evener.core.losses import Loss, exact
@@ -176,6 +178,74 @@ def test_functions_and_partials_are_their_modules() -> None:
     close(exact(F.cross_entropy).total(outputs, targets), F.cross_entropy(outputs, targets, reduction="sum"))
     assert exact(functools.partial(F.mse_loss, reduction="sum")).divisor(8.0) == 1.0
     assert exact(F.mse_loss).divisor(8.0) == 8.0
+
+
+def written_rows(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
+    """Scores (N, C, ...) whose classes lie together in memory, as a language model has them."""
+    n, classes, *more = shape
+    made = torch.randn(n, *more, classes, dtype=dtype, generator=torch.Generator().manual_seed(5))
+    return made.movedim(-1, 1).requires_grad_()
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 4), (2, 5, 3, 2), (3, 5, 0), (0, 5, 4), (3, 1, 4)])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(ignore_index=0),
+        nn.CrossEntropyLoss(weight=torch.arange(1.0, 6), label_smoothing=0.1),
+        nn.NLLLoss(),
+    ],
+    ids=["ignored", "weights", "nll"],
+)
+def test_scores_in_rows_have_the_sum_and_the_gradient_of_others(
+    loss: nn.Module, shape: tuple[int, ...]
+) -> None:
+    if shape[1] == 1:
+        loss = type(loss)()
+    targets = torch.randint(shape[1], (shape[0], *shape[2:]), generator=torch.Generator().manual_seed(6))
+    rows, others = written_rows(shape), written_rows(shape).detach().contiguous().requires_grad_()
+    found = []
+    for outputs in (rows, others):
+        total = exact(loss).total(outputs, targets)
+        total.backward()
+        found.append((total, outputs.grad))
+    torch.testing.assert_close(*found)
+
+
+def test_scores_in_rows_are_summed_by_the_kernels_for_rows() -> None:
+    loss, called = nn.CrossEntropyLoss(), list[torch.Size]()
+
+    class Shapes(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is F.cross_entropy:
+                called.append(args[0].shape)
+            return func(*args, **(kwargs or {}))
+
+    targets, images = torch.zeros(3, 4, dtype=torch.long), torch.randn(3, 5, 4)
+    with Shapes():
+        exact(loss).total(written_rows((3, 5, 4), torch.bfloat16), targets)
+        exact(loss).total(images, targets)
+        exact(loss).total(images.softmax(1), images.softmax(1))
+        meta = images.to("meta")
+        exact(loss).total(meta, targets.to("meta"))
+        with deterministic():
+            exact(loss).total(meta, targets.to("meta"))
+            exact(loss).total(images, targets)
+    rows, whole = torch.Size([12, 5]), torch.Size([3, 5, 4])
+    assert called == [rows, whole, whole, whole, rows, whole], (
+        "on a device, images have no deterministic kernel"
+    )
+    with pytest.raises(RuntimeError, match="target size"):
+        exact(loss).total(written_rows((3, 5, 4)), targets[:, :3])
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_weights_follow_the_precision_of_the_outputs_and_changes_in_place() -> None:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from evener.errors import TaskError
-from evener.strategies.single_process.cross_device import Moves, draw_borders
+from evener.strategies.single_process.cross_device import DeviceMover, Moves, draw_borders
 from evener.strategies.single_process.model_parallel import move_modules, part_stateless
 from evener.strategies.single_process.placement import parse_placement, said_places
 from tests.ids import placeless
 from tests.strategies.logical import LogicalDevices, MixedDevicesError
+from tests.waiting_copies import CPU, DEVICE, CopiesToHost
 
 FIRST = torch.device("cpu:0")
 
@@ -179,3 +180,12 @@ def test_a_module_that_two_devices_call_is_refused() -> None:
     model["right"].mix = model["left"].mix
     with pytest.raises(TaskError, match=r"left.mix is called by modules on cpu:0 and cpu:1"):
         placed(model, "right=cpu:1,right.mix=cpu:0")
+
+
+def test_the_host_waits_for_activations_that_come_to_it() -> None:
+    mover = DeviceMover()
+    with CopiesToHost() as copies:
+        found, has_moved = mover.move({"x": torch.ones(3, device=DEVICE)}, DEVICE, CPU)
+    assert has_moved
+    assert found["x"].device == CPU
+    assert copies.waits == [True]

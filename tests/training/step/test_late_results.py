@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from evener.components import late_norms
 from evener.components.gradients import Unsound, numbers_of
 from evener.hardware.async_read import Readout, ReadyValue
 from evener.strategies.interfaces import StepOutcome
@@ -16,6 +17,12 @@ from evener.training.step.step import Results
 
 CPU = torch.device("cpu")
 NAMES = [f"layer {number}" for number in range(6)]
+
+
+@pytest.fixture(autouse=True, params=[0, 32], ids=["many gradients", "few gradients"])
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many it is first read whether one is not finite."""
+    monkeypatch.setattr(late_norms, "_FEW", request.param)
 
 
 def outcome_of(

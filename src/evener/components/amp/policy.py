@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evener.components.amp.device_kinds import autocast_kinds
 from evener.components.model_init import in_type
 from evener.components.offload.activations import OffloadedForward as SavingForward
 from evener.core.half_precision import widened
@@ -173,7 +174,7 @@ class Within:
     """True for the whole model, whose outputs are converted to float32."""
 
     def __call__(self, function: Callable[..., Any], home: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        kinds = _devices_of(home)
+        kinds = autocast_kinds(home)
         inside = not self.outermost and any(map(torch.is_autocast_enabled, kinds))
         args, kwargs = map_leaves(self._taken, args), map_leaves(self._taken, kwargs)
         with ExitStack() as undo:
@@ -254,12 +255,6 @@ class ModulePrecision:
 def _put(module: nn.Module, within: Within) -> _Forward:
     module.forward = made = _Forward(within, module)
     return made
-
-
-def _devices_of(module: nn.Module) -> list[str]:
-    """Returns the types of devices that hold the module's parameters, as far as they support autocast."""
-    kinds = {parameter.device.type for parameter in module.parameters()} or {"cpu"}
-    return sorted(kind for kind in kinds if torch.amp.is_autocast_available(kind))
 
 
 def _caller(name: str, known: Mapping[str, nn.Module]) -> str:

@@ -86,12 +86,18 @@ class RecordedPass:
         return list(map(use_count, self._storages)) != self._holders
 
     def _own_gradients(self, total: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        """Copies each gradient: autograd may return one tensor for several parameters, or a part of the model."""
-        found = gradients_of(total, parameters, self._start)
+        """Returns the gradients, each in memory that nothing else uses and laid out as its parameter. Autograd may
+        return one tensor for several parameters, or a part of the model: such are copied."""
+        # Without the tensors of which they may be views, as that of a linear layer is.
+        found = [
+            each if each is None else each.detach() for each in gradients_of(total, parameters, self._start)
+        ]
         if any(each is not None and each.layout is not torch.strided for each in found):
             raise UnfitError("a gradient is sparse")
         pairs = zip(parameters, found, strict=True)
-        return [None if each is None else torch.empty_like(p).copy_(each) for p, each in pairs]
+        return [
+            each if each is None or _is_own(each, p) else torch.empty_like(p).copy_(each) for p, each in pairs
+        ]
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Returns the summed loss of a micro-batch."""
@@ -121,6 +127,17 @@ class ReplayedPass(torch.autograd.Function):
     def backward(ctx: Any, start: Tensor) -> tuple[Tensor | None, ...]:
         # Aliases, which autograd may make the gradients of the parameters without a copy.
         return None, None, *(gradient.detach() for gradient in ctx.recorded.backward(start))
+
+
+_ALONE = 2
+"""Uses of a storage by its only tensor, and by the Python object through which they are counted."""
+
+
+def _is_own(gradient: Tensor, parameter: nn.Parameter) -> bool:
+    """Returns True if nobody else holds the gradient's memory, and it is laid out as the parameter."""
+    storage = gradient.untyped_storage()
+    is_alone = use_count(address(storage)) == _ALONE and gradient.nbytes == storage.nbytes()
+    return is_alone and gradient.stride() == parameter.stride()
 
 
 def _copy_of(tensor: Tensor) -> Tensor:

@@ -207,9 +207,15 @@ class SequencePieces(BatchSlicer):
         if length > ranks and length % ranks == 0:
             length -= 1  # unequal pieces: no other dimension can be mistaken for the positions
         inputs = self._cutting.part(micro.inputs, "inputs", lambda leaf: leaf.narrow(options.dim, 0, length))
-        short = dataclasses.replace(micro, inputs=inputs, targets=None)
+        short = self._at_model(dataclasses.replace(micro, inputs=inputs, targets=None))
         piece = self._with_inputs(short, self._sequence(length))
         check_likeness(self._learner, short, piece, lambda outputs: self.whole(outputs, piece))
+
+    def _at_model(self, micro: MicroBatch) -> MicroBatch:
+        """Returns the micro-batch on the model's device, in the run's types. The copy of a batch that stays in the
+        host's memory is cut first, and is neither."""
+        there, convert = micro.to(self._learner.session.device), self._learner.convert
+        return there if convert is None else there.map(convert)
 
     # Whole outputs from those of pieces
 

@@ -28,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from evener.data.batch import map_leaves
 from evener.errors import TaskError
+from evener.hardware import async_copy
 from evener.nn.fqn import clean_name
 from evener.strategies.single_process.devices import same
 from evener.strategies.single_process.scatter_gather import leaves
@@ -97,7 +98,7 @@ class DeviceMover:
         stayed = self._what_stayed(leaf, target)
         if stayed is not None:
             return stayed
-        found = leaf.to(target, non_blocking=True)
+        found = async_copy.move(leaf, target)
         self.moves.count[str(here), str(target)] += 1
         self.moves.nbytes[str(here), str(target)] += leaf.nbytes
         self._note(found, target)

@@ -47,6 +47,7 @@ from evener.data.costs import Costs, divide_by_cost
 from evener.data.division import by_weights, divide
 from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
+from evener.hardware import async_copy
 from evener.hardware.async_read import Readout, is_late, read
 from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import stopwatch
@@ -193,7 +194,7 @@ class DeviceReplicas(Stepper):
         sizes, costs = _sizes(parts, len(self._devices)), self._costs_of(parts)
         self._unobserved.append(Taken(step, sizes, costs, did))
         device = learner.session.device
-        totals = [total.to(device, non_blocking=True) for one in did.values() for total in one.totals]
+        totals = [async_copy.move(total, device) for one in did.values() for total in one.totals]
         return StepOutcome(
             totals=tuple(map(read, totals)),
             missing=missing,
@@ -301,7 +302,8 @@ class DeviceReplicas(Stepper):
     @contextmanager
     def _computing(self, place: int, part: DevicePart, step: int) -> Iterator[tuple[MicroBatch, Scope]]:
         """Yields the part, moved to its device, and its scope, with the thread joined to the barrier."""
-        micro = part.micro.to(self._devices[place], non_blocking=True)
+        device = self._devices[place]
+        micro = part.micro.to(device, non_blocking=device.type != "cpu")
         scope = Scope(micro.samples, step, self._learner.settings.seed, group=_no_ranks)
         with own_scope(scope), self._together.joined(part.meeting, part.place, self._watches[place]):
             yield micro, scope

@@ -30,7 +30,7 @@ from evener.data.batch import map_leaves, move
 from evener.data.loader import Loader
 from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
-from evener.hardware import accelerators
+from evener.hardware import accelerators, async_copy
 from evener.hardware.async_read import Readout, read
 from evener.nn.fqn import clean_name
 from evener.strategies.base import Strategy
@@ -302,7 +302,7 @@ class OnSeveral(NoSync):
             self._learner.look_at(p for p in self._model.parameters() if p.device == device)
             for device in sorted(devices, key=str)
         ]
-        return tuple(read(number.tensor.to(self._home, non_blocking=True)) for number in numbers)
+        return tuple(read(async_copy.move(number.tensor, self._home)) for number in numbers)
 
 
 class Gathering(TorchFunctionMode):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from evener.core.half_precision import widened
 from evener.errors import TaskError
+from evener.hardware import async_copy
 from evener.strategies.single_process.devices import same
 from evener.torch_internals.modules import own_buffers
 
@@ -52,7 +53,7 @@ def follow(model: nn.Module, other: nn.Module) -> None:
     for own, theirs in zip(model.parameters(), other.parameters(), strict=True):
         theirs.requires_grad_(own.requires_grad)
         if not same(own.device, theirs.device):
-            theirs.copy_(own, non_blocking=True)
+            async_copy.copy(theirs, own)
         elif own.data_ptr() != theirs.data_ptr():
             theirs.data = own.data
     take_buffers(model, other)
@@ -70,7 +71,7 @@ def take_buffers(model: nn.Module, other: nn.Module) -> None:
             if own is None or held is None or held.shape != own.shape or held.layout != own.layout:
                 theirs[name] = own if own is None else _like(own, held)
             else:
-                held.copy_(own, non_blocking=True)
+                async_copy.copy(held, own)
 
 
 def _like(own: Tensor, held: Tensor | None) -> Tensor:
@@ -89,7 +90,7 @@ def add_gradients(models: Sequence[nn.Module], home: int) -> None:
         for parameter in row:
             parameter.grad = None
         if found:
-            terms = (widened(grad.to(own.device, non_blocking=True)) for grad in _dense_first(found))
+            terms = (widened(async_copy.move(grad, own.device)) for grad in _dense_first(found))
             own.grad = reduce(_sum, terms).to(own.dtype)
 
 

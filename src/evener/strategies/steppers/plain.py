@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from evener.core.types import Tree
 from evener.data.batch import Batch, MicroBatch
-from evener.hardware.async_read import Readout, kept
+from evener.hardware.async_read import Readout, is_late, kept
 from evener.hardware.profile_ranges import named_range
 from evener.nn.attention_dispatch import attending
 from evener.strategies.exact_sums import begin_step
@@ -22,7 +23,7 @@ class Plain(Stepper):
     """Runs micro-batches on a rank that has all that they need, and its own loss and outputs."""
 
     def __init__(self, learner: Learner) -> None:
-        self._learner = learner
+        self._learner, self._is_late = learner, is_late(learner.session.device)
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
         learner, synchronizer = self._learner, self._learner.synchronizer
@@ -64,7 +65,7 @@ class Plain(Stepper):
             learner.work_timer.end_forward()
             total = kept(term)
             current.rewind()
-            with named_range("backward"), self._around_backward(micro, term):
+            with named_range("backward"), self._around_backward(micro, term), self._on_this_thread():
                 # The gradient of term / divisor, with one autograd node less.
                 term.backward(torch.full_like(term, 1 / divisor()))
         return total
@@ -73,6 +74,11 @@ class Plain(Stepper):
     def _replica(self) -> nn.Module:
         """The model with its loss, which the passes run."""
         return self._learner.replica
+
+    def _on_this_thread(self) -> AbstractContextManager[Any]:
+        """Returns a context in which backward runs on the thread that calls it. For a device, autograd has a thread,
+        to which and from which a small step would take a tenth of its time; this one only waits meanwhile."""
+        return torch.autograd.set_multithreading_enabled(False) if self._is_late else nullcontext()
 
     def _around_backward(self, micro: MicroBatch, term: Tensor) -> AbstractContextManager[None]:
         """Returns a context for the backward of a micro-batch."""

@@ -1,8 +1,8 @@
 """The results of a step on a device that runs behind the host: how they are brought together there, and read.
 
-A rank alone stacks the losses of its passes and the largest element of each gradient, copies them to the host, and
-finds there, a step later, what they say: three operations with the look. Ranks that send their results from device to
-device reduce them to three numbers first.
+A rank alone stacks the losses of its passes and the largest element of each gradient, or of many whether one is not
+finite, copies them to the host, and finds there, a step later, what they say. Ranks that send their results from device
+to device reduce them to three numbers first.
 """
 
 from __future__ import annotations
@@ -24,18 +24,26 @@ def results_alone(outcome: StepOutcome, device: torch.device) -> Callable[[], Re
     """Returns what waits for the results of a run of one rank."""
     looks, others, places = _sorted(outcome)
     scalars = [each.tensor.reshape(()) for each in (*outcome.totals, *others, *places)]
-    groups = [*([scalar] for scalar in scalars), *(look.norms for look in looks)]
+    many, few = [look for look in looks if look.are_many], [look for look in looks if not look.are_many]
+    groups = [
+        *([scalar] for scalar in scalars),
+        *([look.flag] for look in many),
+        *(look.norms for look in few),
+    ]
     found = read(_together(groups, device)) if groups else ReadyValue(torch.zeros(0))
     first, second = len(outcome.totals), len(outcome.totals) + len(others)
+    last = len(scalars) + len(many)
 
     def results() -> Results:
         values = found.values()
-        total, norms = sum(values[:first]), values[len(scalars) :]
+        total, flags, norms = sum(values[:first]), values[len(scalars) : last], values[last:]
         loss = None if math.isfinite(total) else (0, total)
         sound = math.isfinite(sum(values[first:second]))
         place = max(values[second : len(scalars)], default=0.0)
+        known = [each for look in few for each in look.places]
+        for look in (look for look, flag in zip(many, flags, strict=True) if flag):
+            known, norms = [*known, *look.places], [*norms, *look.stacked.tolist()]
         if not math.isfinite(sum(norms)):
-            known = (each for look in looks for each in look.places)
             bad = [each for each, norm in zip(known, norms, strict=True) if not math.isfinite(norm)]
             sound, place = sound and not bad, max(bad, default=place)
         return Results(total, loss, None if sound else (0, place))
