@@ -5,7 +5,9 @@ On a CPU a tape of operators stands in for a graph: it runs the same kernels on 
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -22,7 +24,10 @@ from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import evener
+from evener.components.cuda_graphs.recorded_pass import gradients_of
 from evener.components.cuda_graphs.recorder import RECORDERS
+from evener.components.cuda_graphs.replays import Replays
+from evener.components.cuda_graphs.unfit import leaves_of
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.errors import DivergenceError
@@ -103,6 +108,23 @@ def convolutions() -> nn.Module:
     )
 
 
+class Recurrent(nn.Module):
+    """Reads features one after the other. It has its weights in a list, too, as PyTorch's recurrent layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.RNNCell(1, 4), nn.Linear(4, 3)
+        self.flat = [self.cell.weight_ih, self.cell.weight_hh, self.cell.bias_ih, self.cell.bias_hh]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.new_zeros(len(x), 4)
+        of_input, of_hidden, *biases = self.flat
+        for feature in x.split(1, 1):
+            hidden = torch.tanh(feature @ of_input.T + hidden @ of_hidden.T + biases[0] + biases[1])
+        found: Tensor = self.out(hidden)
+        return found
+
+
 adamw = partial(torch.optim.AdamW, lr=1e-2)
 
 
@@ -118,8 +140,20 @@ adamw = partial(torch.optim.AdamW, lr=1e-2)
         (tasks.penalty(), {"non_finite": "skip"}),
         (tasks.layouts(), {}),
         (tasks.summed(), {"lean": True}),
+        (of_model(Recurrent), {}),
     ],
-    ids=["sgd", "adamw", "convolutions", "bf16", "odd", "micro-batches", "penalty", "layouts", "summed"],
+    ids=[
+        "sgd",
+        "adamw",
+        "convolutions",
+        "bf16",
+        "odd",
+        "micro-batches",
+        "penalty",
+        "layouts",
+        "summed",
+        "recurrent",
+    ],
 )
 def test_a_replayed_training_is_the_same(task: Task, settings: dict[str, Any]) -> None:
     replays = assert_same_training(task, 8, **settings)
@@ -130,6 +164,45 @@ def test_the_last_batch_of_an_epoch_leaves_the_graph_and_gets_its_own() -> None:
     """47 samples: 13, 13, 13 and 8. Those of 8 come once an epoch."""
     few, many = trained(tasks.plain(), epochs=2, **GRAPHS)[2], trained(tasks.plain(), epochs=8, **GRAPHS)[2]
     assert (few.recorded, many.recorded) == (1, 2)
+
+
+def test_graphs_of_autograd_that_live_on_are_not_those_of_a_recording() -> None:
+    """As DistributedDataParallel's do, and those of a loss that somebody keeps."""
+    seen: list[set[Tensor]] = []
+
+    def watched(total: Tensor, *args: Any) -> Any:
+        seen.append(leaves_of(total))
+        return gradients_of(total, *args)
+
+    with (
+        mock.patch("evener.components.cuda_graphs.recorded_pass.gradients_of", watched),
+        mock.patch("evener.components.cuda_graphs.replays.gradients_of", watched),
+        engine(tasks.plain(), **GRAPHS) as made,
+    ):
+        for batch in made.batches():
+            made.step(batch)
+        own = set(made.model.parameters())
+    assert len(seen) == 4, "two shapes, each tried and recorded"
+    assert not any(leaves & own for leaves in seen)
+
+
+def test_a_comparison_leaves_no_graph_of_autograd_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is held by its own hooks would live until Python collects garbage, with the nodes of the parameters."""
+    compared, kept = Replays._compared, list[Any]()
+
+    def remembered(replays: Replays, *args: Any) -> Tensor:
+        total = compared(replays, *args)
+        kept.append(weakref.ref(total))
+        return total
+
+    monkeypatch.setattr(Replays, "_compared", remembered)
+    gc.disable()
+    try:
+        trained(tasks.plain(), **GRAPHS)
+        assert len(kept) > 4
+        assert not any(reference() is not None for reference in kept)
+    finally:
+        gc.enable()
 
 
 def test_comparisons_are_few() -> None:

@@ -69,7 +69,7 @@ def recorded(parameters: list[nn.Parameter], run: Callable[[Tensor], Tensor]) ->
         MicroBatch(inputs=torch.ones(2, 3), targets=torch.zeros(2), samples=torch.arange(2)),
         Runs(),
     )
-    made = RecordedPass(micro, lambda given: run(given.inputs), parameters, recorder)
+    made = RecordedPass(micro, lambda given: run(given.inputs), parameters, parameters, recorder)
     return made, recorder.seen[1].copies
 
 

@@ -45,6 +45,7 @@ class RecordedPass:
         micro: The micro-batch whose shape they have.
         run: The eager forward pass.
         parameters: Those that are trained.
+        leaves: What stands in their place while the pass is recorded.
         written: Buffers whose version rises in the eager pass. Replays raise it too, since a graph does not.
     """
 
@@ -60,6 +61,7 @@ class RecordedPass:
         micro: MicroBatch,
         run: Pass,
         parameters: Sequence[nn.Parameter],
+        leaves: Sequence[nn.Parameter],
         recorder: Recorder,
         written: Sequence[Tensor] = (),
     ) -> None:
@@ -68,8 +70,7 @@ class RecordedPass:
         self._inputs = list(tensors_of((static.inputs, static.targets)))
         total, self._forward = recorder.record(lambda: run(static))
         self._start = torch.ones_like(total)
-        found, self._backward = recorder.record(lambda: self._own_gradients(total, parameters))
-        # Without its nodes of autograd, since those that accumulate gradients would keep to the recorder's stream.
+        found, self._backward = recorder.record(lambda: self._own_gradients(total, leaves))
         self._total = total.detach()
         pairs = [(p, each) for p, each in zip(parameters, found, strict=True) if each is not None]
         self.parameters = [p for p, _ in pairs]

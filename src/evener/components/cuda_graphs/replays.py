@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from evener.components.cuda_graphs.comparison import difference
 from evener.components.cuda_graphs.host_state import HostState
+from evener.components.cuda_graphs.own_leaves import own_leaves
 from evener.components.cuda_graphs.pass_state import PassState, host_draws
 from evener.components.cuda_graphs.recorded_pass import Pass, RecordedPass, ReplayedPass, gradients_of
 from evener.components.cuda_graphs.recorder import RECORDERS, Recorder
@@ -164,7 +165,8 @@ class Replays:
             self._recorder = recorder = self._recorder or RECORDERS[self._device.type](self._device)
             with resumed(watch):
                 written = self._try_out(micro, eager, list(named), state, recorder)
-                found = RecordedPass(micro, eager, list(named), recorder, written)
+                with own_leaves(self._model, list(named)) as leaves:
+                    found = RecordedPass(micro, eager, list(named), leaves, recorder, written)
         except Exception as error:  # the eager pass, which follows, raises what is not the graph's fault
             self._give_up(_first_line(error), scope.step)
             return None
@@ -200,11 +202,18 @@ class Replays:
         kept = {address: name for address, name in memory.items() if address not in buffers}
         versions = {each: version(each) for each in self._model.buffers()}
         drawn, copied = host_draws(self._device), micro.map(_cloned)
-        with recorder.warming_up(), OperatorWatch(self._device, kept):
+        with (
+            own_leaves(self._model, trained) as leaves,
+            recorder.warming_up(),
+            OperatorWatch(self._device, kept),
+        ):
             total = eager(copied)
-            if not leaves_of(total) <= set(trained):
-                raise UnfitError("backward gives a gradient to a tensor that is no parameter of the model")
-            gradients_of(total, trained, torch.ones_like(total))
+            if not leaves_of(total) <= set(leaves):
+                raise UnfitError(
+                    "backward gives a gradient to a tensor that is no parameter of the model, or that is read past "
+                    "the module that has it"
+                )
+            gradients_of(total, leaves, torch.ones_like(total))
         if change := state.change():
             raise UnfitError(f"forward or backward changes {change}, which a replay would not")
         if drawn != host_draws(self._device):
@@ -230,7 +239,8 @@ class Replays:
             self._give_up(_first_line(error), step)
             before.restore()
             return eager(micro)
-        found: dict[str, Tensor] = {}
+        # The hooks must not hold the graph that holds them: it would live until Python collects garbage.
+        found, loss = dict[str, Tensor](), total.detach()
         self._handles = [
             p.register_hook(partial(found.__setitem__, name))  # type: ignore[no-untyped-call]
             for p, name in self._trained.items()
@@ -244,7 +254,7 @@ class Replays:
             again = {"the loss": recorded.forward(given), **PassState(self._model, self._device).buffers}
             again |= self._copies(recorded, start)
             after.restore()
-            known = {"the loss": total.detach(), **after.buffers}
+            known = {"the loss": loss, **after.buffers}
             after_backward(lambda: finish(known, replay, again))
 
         def finish(known: dict[str, Tensor], replay: dict[str, Tensor], again: dict[str, Tensor]) -> None:
