@@ -241,7 +241,7 @@ class RunConfig:
     cuda_graphs: str = option(
         "off",
         "auto: replay forward and backward of batches of known shapes as CUDA graphs, with single and ddp, where the "
-        "model permits it; not yet tried on a GPU",
+        "model permits it; on a GPU tried with single alone",
         choices=choices.CUDA_GRAPHS,
     )
     update_in_backward: bool = option(
