@@ -225,3 +225,4 @@ def test_a_fake_tensor_of_an_estimate_is_of_no_device_that_could_be_waited_for()
         tensor = torch.ones(3, device="cuda")
     assert tensor.is_cuda
     assert Done(tensor).future().wait() is tensor
+    assert ChainedWork(Done(tensor), lambda: tensor, (tensor,)).future().wait() is tensor

@@ -96,12 +96,14 @@ class Done(Work):
 
 def _kept(tensor: Tensor) -> Future[Tensor]:
     """Returns a completed future; on a GPU, streams that use it wait for the work queued on the current stream."""
-    is_queued = tensor.is_cuda and not is_fake(
-        tensor
-    )  # a fake one of an estimate says cuda, and has no memory there
-    future: Future[Tensor] = Future(devices=[tensor.device] if is_queued else None)
+    future: Future[Tensor] = Future(devices=[tensor.device] if _has_streams(tensor) else None)
     future.set_result(tensor)
     return future
+
+
+def _has_streams(tensor: Tensor) -> bool:
+    """Returns True for a tensor on a GPU. A fake one of an estimate says that it is there, and has no memory."""
+    return tensor.is_cuda and not is_fake(tensor)
 
 
 class Promised(Work):
@@ -173,7 +175,7 @@ class ChainedWork(Work):
 
     def _finish_here(self) -> Tensor:
         for tensor in self._touched:
-            if tensor.is_cuda:
+            if _has_streams(tensor):
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return self._finish()
 
