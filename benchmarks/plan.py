@@ -7,10 +7,9 @@ Each task is calibrated once, with 1 to 4 CPU ranks. Before and after, real step
 are started anew for each number of them. So the difference of these two repeats stands beside each error. The measured
 time is the mean of the repeats, and each is the median of its steps.
 
-Two cores of a virtual machine are at times worth little more than one, for some tens of seconds; and at other times
-their memory is slower by half. So two threads, or ranks, are timed beside one before and after each case, with
-products of matrices and with sums that read more than a cache holds. If they were worth less than ``LEAST_WORTH``, it
-waits for a better time and measures the case again, a few times. The trials of a plan have no such help.
+Two cores of a virtual machine are at times worth little more than one, for some tens of seconds. So two threads, or
+ranks, are timed beside one before and after each case; if they were worth less than ``LEAST_WORTH``, it waits for a
+better time and measures the case again, a few times. The trials of a plan have no such help.
 
 =========  ============================================================================================
 seen       all ways at the batch size of the calibration; the regret is the time of the plan's first one
@@ -31,15 +30,14 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.memory_models import task_of
 from benchmarks.results import Cell, Table, Value, cell, record
@@ -64,8 +62,7 @@ KINDS = "seen", "batch", "throttle", "micro"
 STEPS, SECONDS = 20, (0.5, 2.0)
 """Each repeat takes so many steps, but for at least and at most so long."""
 WARM_STEPS, LEARNING_STEPS = 5, 50
-WIDTH, READ = 512, 2 * 10**7
-LEAST_WORTH = {"products": 1.6, "memory": 1.7}
+WIDTH, LEAST_WORTH = 512, 1.6
 MOST_WAITS, WAIT_SECONDS, MOST_REPEATS = 4, 2.0, 2
 HELD = "intervals hold", "repeats"
 TIMEOUT_SECONDS = 60.0
@@ -172,24 +169,15 @@ def steps_on_rank(task: Any, cases: Sequence[Case]) -> list[float | None]:
     return found
 
 
-@cache
-def loads() -> dict[str, Callable[[int], Tensor]]:
-    """What one or two cores are given: each takes the number of parts, of which a core computes one."""
-    matrices, numbers = torch.ones(2, WIDTH, WIDTH), torch.ones(2, READ)
-    return {
-        "products": lambda parts: torch.bmm(matrices[:parts], matrices[:parts]),
-        "memory": lambda parts: numbers[:parts].sum(1),
-    }
-
-
-def worth_of_two(session: Session, load: str) -> float:
+def worth_of_two(session: Session) -> float:
     """How many times as much two cores compute together as one alone: with two threads of one rank, or with two ranks.
     All ranks must call this together."""
+    both = torch.ones(2, WIDTH, WIDTH)
 
-    def seconds(threads: int, parts: int) -> float:
+    def seconds(threads: int, count: int) -> float:
         torch.set_num_threads(threads)
         began = time.perf_counter()
-        loads()[load](parts)
+        torch.bmm(both[:count], both[:count])
         return time.perf_counter() - began
 
     own = torch.get_num_threads()
@@ -211,10 +199,7 @@ def worth_of_two(session: Session, load: str) -> float:
 def _waited(session: Session) -> bool:
     """Waits until two cores are worth two. Returns False if they were not at once."""
     for count in range(MOST_WAITS):
-        if all(
-            session.control.broadcast_object(worth_of_two(session, load)) >= least
-            for load, least in LEAST_WORTH.items()
-        ):
+        if session.control.broadcast_object(worth_of_two(session)) >= LEAST_WORTH:
             return not count
         time.sleep(WAIT_SECONDS)
     return False
