@@ -9,11 +9,12 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import chdir
+from contextlib import chdir, suppress
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,6 +54,30 @@ class Modules:
             self._known = len(sys.modules)
             gc.collect()
             gc.freeze()
+
+
+_CACHES_OF_MESHES = [
+    ("torch.distributed.tensor._redistribute", "clear_redistribute_planner_cache"),
+    ("torch.distributed.tensor._redistribute", "_gen_transform_infos.cache_clear"),
+    ("torch.distributed.tensor._collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
+    (
+        "torch.distributed.tensor",
+        "DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear",
+    ),
+    ("torch._C", "_clear_DTensor_sharding_propagator_cache"),
+]
+"""Functions that clear them, by module. Not every version of PyTorch has all of them."""
+
+
+def forget_meshes() -> None:
+    """Clears PyTorch's caches of meshes, which keep the meshes' process groups for good.
+
+    Each group has threads that wake a hundred times a second, also while other tests run.
+    """
+    for module, name in _CACHES_OF_MESHES:
+        if module in sys.modules:
+            with suppress(AttributeError):
+                attrgetter(name)(sys.modules[module])()
 
 
 def _check_closed(function: Callable[..., Any]) -> None:
@@ -95,6 +120,7 @@ def _serve(rank: int, world_size: int, store: str, path: list[str], connection: 
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send_bytes(cloudpickle.dumps(answer))
+        forget_meshes()
         modules.set_apart()
     os._exit(0)
 
