@@ -112,6 +112,15 @@ def drive(script: Path, *arguments: str, timeout_seconds: float = 60) -> Ended:
     return run("-c", DRIVER, str(timeout_seconds), script, *arguments)
 
 
+def drive_fork(script: Path, *arguments: str, timeout_seconds: float = 60) -> Ended:
+    """The same in a program that finds PyTorch imported, as do its ranks."""
+    return end(_fork(_be_driver, "-c", str(timeout_seconds), script, *arguments))
+
+
+def _be_driver() -> None:
+    exec(DRIVER, vars(sys.modules["__main__"]))
+
+
 def await_files(*paths: Path, timeout: float = 180) -> None:
     deadline = time.monotonic() + timeout
     while not all(path.exists() and path.read_text() for path in paths):

@@ -12,6 +12,7 @@ from evener.distributed.file_descriptors import make_room, shortage_message
 from evener.distributed.launch.launch import launch
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError, RankError
+from tests.distributed.processes import call
 
 
 def use_all() -> list[int]:
@@ -38,7 +39,7 @@ def test_a_process_that_may_open_more_has_nothing_said_of_it() -> None:
 
 def test_a_native_error_for_want_of_descriptors_says_so() -> None:
     with pytest.raises(RankError, match="raise the limit") as raised:
-        launch(makes_a_group_without_descriptors, processes=2, device="cpu", timeout_seconds=60)
+        call(launch, makes_a_group_without_descriptors, processes=2, device="cpu", timeout_seconds=60)
     assert Path(__file__).name in str(raised.value)
     assert "dist.new_group()" in str(raised.value)
 

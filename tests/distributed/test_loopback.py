@@ -16,6 +16,7 @@ from evener.distributed.launch.launch import launch
 from evener.distributed.launch.process_count import Headcount
 from evener.distributed.loopback import OneMachine
 from evener.distributed.session import Session, open_store
+from tests.distributed.processes import call
 from tests.tiers import ALWAYS, NIGHTLY, spread
 
 
@@ -37,7 +38,7 @@ def work() -> tuple[set[str], set[str], str | None]:
 
 @pytest.mark.parametrize("processes", spread([2, Headcount((2, 1))], NIGHTLY, ALWAYS), ids=["2", "1:2"])
 def test_launcher_and_ranks_listen_on_the_loopback_alone(processes: int | Headcount) -> None:
-    ranks = launch(work, processes=processes, device="cpu")
+    ranks = call(launch, work, processes=processes, device="cpu")
     for own, launchers, interface in ranks:
         assert own, "gloo listens on each rank"
         assert launchers, "the launcher keeps the store"

@@ -12,6 +12,7 @@ from evener.distributed import session
 from evener.distributed.launch.launch import launch
 from evener.distributed.preflight import JoinTerms, agree, disagreement
 from evener.errors import ConfigurationError
+from tests.distributed.processes import call
 
 CUDA = JoinTerms(rank=0, host="a", device="cuda", meets_by="nccl", asked=None, evener="0.1.0")
 CPU = replace(CUDA, rank=2, host="b", device="cpu", meets_by="gloo")
@@ -120,4 +121,4 @@ def test_a_session_does_not_start_without_agreement() -> None:
     with pytest.raises(
         ConfigurationError, match=r"different versions: .*; Evener 9\.9\.9 on host \S+ \(rank 1\)"
     ):
-        launch(join_with_another_version, processes=2, device="cpu")
+        call(launch, join_with_another_version, processes=2, device="cpu")

@@ -14,7 +14,7 @@ from evener.components.determinism import fixed_threads
 from evener.distributed.launch.launch import launch
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError, InterruptedRunError, RankError, RankTimeoutError
-from tests.distributed.processes import await_death, await_files, call, end, run, start
+from tests.distributed.processes import await_death, await_files, call, end, run, start_script
 
 BLOCKED = """
 import os, sys, time
@@ -47,7 +47,7 @@ def blocked(tmp_path: Path) -> Any:
     script = tmp_path / "blocked.py"
     script.write_text(BLOCKED)
     files = [tmp_path / "pid-0", tmp_path / "pid-1"]
-    with start(script, tmp_path) as program:
+    with start_script(script, tmp_path) as program:
         await_files(*files)
         yield program, [int(file.read_text()) for file in files]
         program.kill()
@@ -101,7 +101,7 @@ def test_an_exception_is_raised_once_with_its_rank_and_traceback(capfd: pytest.C
             dist.all_reduce(torch.ones(1))
 
     with pytest.raises(RankError, match="rank 1 raised ZeroDivisionError: in the middle of it") as caught:
-        launch(work, processes=2, device="cpu")
+        call(launch, work, processes=2, device="cpu")
     assert "test_launch.py" in str(caught.value)
     assert "worker.py" not in str(caught.value)
     out, err = capfd.readouterr()
@@ -130,7 +130,7 @@ def test_a_killed_rank_is_named_with_where_it_stood() -> None:
             session.control.barrier()
 
     with pytest.raises(RankError, match=r"rank 1 \(pid \d+\) was killed by SIGKILL.*in forward of step 12"):
-        launch(work, processes=2, device="cpu")
+        call(launch, work, processes=2, device="cpu")
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_sigterm_to_one_rank_ends_the_run(tmp_path: Path) -> None:
             threading.Event().wait(60)
 
     with pytest.raises(InterruptedRunError) as caught:
-        launch(train, processes=2, device="cpu")
+        call(launch, train, processes=2, device="cpu")
     assert (caught.value.exit_status, str(caught.value)) == (143, "interrupted by SIGTERM at step 41 of 400")
     await_death([int((tmp_path / f"pid-{rank}").read_text()) for rank in (0, 1)], timeout=0.1)
 

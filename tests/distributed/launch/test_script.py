@@ -6,7 +6,7 @@ import pytest
 
 from evener.distributed.launch.script import run_script
 from evener.errors import ConfigurationError, RankError, RankTimeoutError
-from tests.distributed.processes import call, drive
+from tests.distributed.processes import call, drive, drive_fork
 
 WHOLE = """
 import argparse, atexit, os, pickle, sys
@@ -83,7 +83,7 @@ def test_an_unchanged_script_runs_as_python_would_run_it(tmp_path: Path) -> None
 
 
 def test_a_scripts_traceback_is_shown_once_with_its_rank(faults: Path) -> None:
-    ended = drive(faults, "raise")
+    ended = drive_fork(faults, "raise")
     assert ended.status == 1
     lines = ended.err.strip().splitlines()
     assert lines[0] == "RankError rank 1 raised IndexError: list index out of range"
