@@ -32,8 +32,9 @@ train: $(INSTALLED)
 	$(BIN)/evener train digits
 	@printf '\nGo on with:\n  . $(BIN)/activate\n  evener verify digits --processes 2 --shares 3,1\n  evener train digits --processes 2 --throttle 1,0.4\n  evener --help\n'
 
-# Each worker takes tests that lie side by side, which share ranks.
-test: lint types docs $(READY)
+# Types and pages are looked at side by side. Each worker takes tests that lie side by side, which share ranks.
+test: $(READY)
+	$(MAKE) --jobs 2 --output-sync lint types docs
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow and not nightly"
 
 # For the daily loop: lint, types, and the tests of the rooms in which something differs from the last commit.
