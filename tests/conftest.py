@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -66,6 +67,7 @@ def no_kept_plans(cache_of_tests: Path) -> Iterator[None]:
 
 
 def pytest_configure() -> None:
+    gc.disable()  # until all tests are collected: it would look at PyTorch again and again, and find nothing
     hypothesis.settings.register_profile("untimed", deadline=None)  # other programs may run meanwhile
     hypothesis.settings.load_profile("untimed")
     torch.set_num_threads(1)
@@ -84,6 +86,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    _MODULES.set_apart()
+    gc.enable()
 
 
 def pytest_runtest_teardown() -> None:
