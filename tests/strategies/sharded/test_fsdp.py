@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,6 +160,24 @@ def sizes() -> dict[str, int]:
     with Engine(task(), RunConfig(strategy=FSDP, device="cpu", steps=1)) as engine:
         named = engine.model.named_parameters()
         return {name: len(piece.local_bounds) for name, p in named if (piece := shard_spec(p)) is not None}
+
+
+def open_connections() -> int:
+    """Threads that wait for messages of process groups: one for each group that is still there."""
+    gc.collect()
+    names = list[str]()
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            names.append(path.read_text())
+    return names.count("gloo_tcp_loop\n")
+
+
+def test_ranks_keep_no_group_of_a_run(ranks: Any) -> None:
+    """PyTorch would, for each mesh: ``tests.ranks.forget_meshes``."""
+    before = ranks(2).run(open_connections)
+    ranks(2).run(trajectory, "task", steps=1)
+    assert ranks(2).run(open_connections) == before
+    assert min(before) > 0
 
 
 # Checkpoints, evaluation, a loop of the user's own
