@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -174,6 +175,7 @@ TRAITS: dict[str, tuple[Task, dict[str, Any]]] = {
     "bf16": (task(), {"precision": "bf16", "clip_norm": 0.1}),
     "bf16-true": (task(), {"precision": "bf16-true"}),
     "weights updated whole": (task(MATRICES, optimizer=lambda p: torch.optim.Muon(p)), {"clip_norm": 0.1}),
+    "many parameters": (task(mlp(*[partial(nn.Linear, 8, 8)] * 20)), {}),
     "blocks computed again": (task(Blocks), {"recompute": "blocks"}),
 }
 WAITS = {("single", "cumulative BatchNorm"), ("dimension", "cumulative BatchNorm")}

@@ -44,6 +44,9 @@ def test_many_tensors_are_changed_in_one_call() -> None:
         assert turned.tolist() == [[0, 3], [1, 4], [2, 5]]
         for bad in (math.nan, math.inf, -math.inf):
             assert not check.all_finite([turned, torch.tensor([1.0, bad])])
+            assert many.are_finite([turned, torch.tensor([1.0, bad])]).item() == 0
+        assert many.are_finite([turned, torch.tensor(7.0)]).item() == 1
+        assert many.are_finite([torch.zeros(2, device="meta")]).is_meta, "as on the stand-in for a GPU"
 
 
 def test_hooks_on_an_optimizer_are_known() -> None:

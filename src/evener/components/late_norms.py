@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from evener.hardware.async_read import read
-from evener.torch_internals.foreach import non_finite_flag
+from evener.torch_internals.foreach import are_finite
 from evener.torch_internals.optimizers import largest
 
 _FEW = 32
@@ -35,13 +35,13 @@ class LateNorms:
 
     @property
     def are_many(self) -> bool:
-        """True if :attr:`flag` reaches the host sooner than all of them."""
+        """True if :attr:`are_sound` reaches the host sooner than all of them."""
         return len(self.norms) > _FEW and self.norms[0].dtype in (torch.float32, torch.float64)
 
     @cached_property
-    def flag(self) -> Tensor:
-        """A number that is 0 if all are finite, and 1 otherwise."""
-        return non_finite_flag(self.norms)
+    def are_sound(self) -> Tensor:
+        """A number that is 1 if all are finite, and 0 otherwise."""
+        return are_finite(self.norms)
 
     @cached_property
     def stacked(self) -> Tensor:

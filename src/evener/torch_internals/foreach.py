@@ -36,12 +36,12 @@ def subtract_each(to: Sequence[Tensor], values: Sequence[float]) -> None:
         torch._foreach_sub_(list(to), list(values))
 
 
-def non_finite_flag(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns a float32 number on the device of the tensors: 1 if an element of one is NaN or infinite, else 0. The
+def are_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns a float32 number on the device of the tensors: 0 if an element of one is NaN or infinite, else 1. The
     tensors are of one real floating-point type and dense. Each element is written back as it is."""
     found, one = torch.arange(2.0, device=tensors[0].device).unbind()
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)  # type: ignore[arg-type]
-    return found
+    return one - found
 
 
 class FiniteCheck:

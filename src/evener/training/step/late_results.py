@@ -27,7 +27,7 @@ def results_alone(outcome: StepOutcome, device: torch.device) -> Callable[[], Re
     many, few = [look for look in looks if look.are_many], [look for look in looks if not look.are_many]
     groups = [
         *([scalar] for scalar in scalars),
-        *([look.flag] for look in many),
+        *([look.are_sound] for look in many),
         *(look.norms for look in few),
     ]
     found = read(_together(groups, device)) if groups else ReadyValue(torch.zeros(0))
@@ -36,12 +36,12 @@ def results_alone(outcome: StepOutcome, device: torch.device) -> Callable[[], Re
 
     def results() -> Results:
         values = found.values()
-        total, flags, norms = sum(values[:first]), values[len(scalars) : last], values[last:]
+        total, are_sound, norms = sum(values[:first]), values[len(scalars) : last], values[last:]
         loss = None if math.isfinite(total) else (0, total)
         sound = math.isfinite(sum(values[first:second]))
         place = max(values[second : len(scalars)], default=0.0)
         known = [each for look in few for each in look.places]
-        for look in (look for look, flag in zip(many, flags, strict=True) if flag):
+        for look in (look for look, is_sound in zip(many, are_sound, strict=True) if not is_sound):
             known, norms = [*known, *look.places], [*norms, *look.stacked.tolist()]
         if not math.isfinite(sum(norms)):
             bad = [each for each, norm in zip(known, norms, strict=True) if not math.isfinite(norm)]
