@@ -106,7 +106,11 @@ class Added:
     @contextmanager
     def measured(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for module, name in ((late_norms, "largest"), (late_results, "_together")):
+            for module, name in (
+                (late_norms, "largest"),
+                (late_norms, "are_finite"),
+                (late_results, "_together"),
+            ):
                 function = self._timed(getattr(module, name))
                 stack.enter_context(mock.patch.object(module, name, function))
             yield
