@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -238,6 +238,36 @@ def test_sequences_are_tried_on_the_device_and_in_the_types_of_the_run() -> None
         ("meta", torch.float64)
     ] * 2
     assert whole.inputs.shape[1] > piece.inputs.shape[1]
+
+
+class Threads(torch.autograd.Function):
+    """Remembers in backward whether autograd would give another device's part to a thread of that device."""
+
+    seen: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Tensor) -> Tensor:
+        Threads.seen.append(torch._C._is_multithreading_enabled())
+        return grad[0]
+
+
+class OnThread(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Threads.apply(super().forward(x))  # type: ignore[no-untyped-call]
+        return found
+
+
+def test_backward_runs_on_the_thread_that_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small step would take a tenth of its time to go to the device's thread and back."""
+    monkeypatch.setattr(Threads, "seen", [])
+    trained(task(lambda: OnThread(FEATURES, CLASSES)), *STRATEGIES["ddp"], micro_batch=2)
+    assert len(Threads.seen) >= STEPS
+    assert not any(Threads.seen)
+    assert torch._C._is_multithreading_enabled()
 
 
 class Narrow(nn.Module):
