@@ -7,7 +7,8 @@
   ``Generator.clone_state`` and ``graphsafe_set_state``. The allocator is told by ``torch._C._cuda_endAllocateToPool``,
   for which there is none. It raises if the allocator has heard already.
 
-Tested with torch 2.11 on a GPU. 2.13 has the names.
+Tested with torch 2.11, 2.13.
+On a GPU with 2.11 alone.
 """
 
 from __future__ import annotations
