@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from evener.components.amp.device_kinds import autocast_kinds
 
@@ -29,3 +30,13 @@ def test_parameters_that_are_moved_or_replaced_are_seen() -> None:
     assert autocast_kinds(module) == ["cpu"]
     del module[0].weight, module[2].bias
     assert autocast_kinds(module) == []
+
+
+def test_a_compiled_model_is_not_cut_where_it_asks() -> None:
+    module = nn.Linear(2, 2)
+
+    def asks(x: Tensor) -> Tensor:
+        return x + 1 if autocast_kinds(module) == ["cpu"] else x
+
+    compiled = torch.compile(asks, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]

@@ -34,15 +34,20 @@ _known: WeakKeyDictionary[nn.Module, _Kinds] = WeakKeyDictionary()
 def autocast_kinds(module: nn.Module) -> list[str]:
     """Returns the types of devices that hold the module's parameters, as far as they support autocast. A module without
     parameters has ``cpu``."""
+    if torch.compiler.is_compiling():  # which walks once, and cannot look into what is known
+        return _able({p.device.type for p in module.parameters()})
     known = _known.get(module)
     if known is None or _ends(known.first, known.last) != known.ends:
         held = [own for each in module.modules() if _holds(own := own_parameters(each))]
-        kinds = {p.device.type for own in held for p in own.values() if p is not None} or {"cpu"}
-        able = sorted(kind for kind in kinds if torch.amp.is_autocast_available(kind))
+        able = _able({p.device.type for own in held for p in own.values() if p is not None})
         if not held:
             return able
         _known[module] = known = _Kinds(held[0], held[-1], _ends(held[0], held[-1]), able)
     return known.kinds
+
+
+def _able(kinds: set[str]) -> list[str]:
+    return sorted(kind for kind in kinds or {"cpu"} if torch.amp.is_autocast_available(kind))
 
 
 def _holds(own: Held) -> bool:
