@@ -34,6 +34,7 @@ from tests.warm import Warm, alone_in
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 MODELS = ROOT / "docs/your_model.md"
+CHANGELOG = ROOT / "CHANGELOG.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 BLOCK = re.compile(
     r"(?:^<!-- test: (?P<how>skip,|after|file) (?P<what>\S[^\n]*?) -->\n)?"
@@ -249,6 +250,13 @@ def test_every_command_line_is_understood(page: Path) -> None:
     for words in commands(page):
         if "evener" in words:
             parser().parse_args(words[words.index("evener") + 1 :])
+
+
+@pytest.mark.parametrize("page", [README, CHANGELOG, *PAGES], ids=lambda page: page.stem)
+def test_commands_that_sentences_name_are_there(page: Path) -> None:
+    named = set(re.findall(r"`evener ([a-z]+)(?=[\s`])", page.read_text())) - {"records"}  # how a file begins
+    (choices,) = [action.choices for action in parser()._actions if action.choices]
+    assert named <= set(choices)
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
