@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from evener.data.batch import Batch, MicroBatch, map_leaves
+from tests.waiting_copies import CPU, DEVICE, CopiesToHost
 
 
 class Point(NamedTuple):
@@ -31,6 +32,13 @@ class Graph:
 
 def micro_batch(inputs: Any, weight: int = 1) -> MicroBatch:
     return MicroBatch(inputs, torch.zeros(3), torch.tensor([4, 0, 7]), weight)
+
+
+def test_the_host_waits_for_a_batch_that_comes_to_it() -> None:
+    there = micro_batch(torch.ones(3, device=DEVICE))
+    with CopiesToHost() as copies:
+        assert there.to(CPU, non_blocking=True).inputs.device == CPU
+    assert copies.waits == [True]
 
 
 def test_a_placeholder_counts_for_nothing() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evener.hardware.async_copy import SENDERS, copy, move, send
+from evener.hardware.async_copy import SENDERS, copy_tensor, move_tensor, send
 from tests.waiting_copies import CPU, DEVICE, CopiesToHost
 
 
@@ -21,11 +21,11 @@ def test_a_kind_of_device_is_sent_to_as_the_table_says(monkeypatch: pytest.Monke
 def test_the_host_waits_for_what_comes_to_it_and_for_nothing_else() -> None:
     there, here = torch.ones(3, device=DEVICE), torch.ones(3)
     with CopiesToHost() as copies:
-        assert move(there, CPU).device == CPU
-        copy(here, there)
+        assert move_tensor(there, CPU).device == CPU
+        copy_tensor(here, there)
     assert copies.waits == [True, True]
-    assert move(here, DEVICE).is_meta
-    copy(there, here)
+    assert move_tensor(here, DEVICE).is_meta
+    copy_tensor(there, here)
 
 
 @pytest.mark.gpu
@@ -34,9 +34,9 @@ def test_numbers_of_a_gpu_are_there_when_the_host_has_them() -> None:
     for _ in range(50):
         matrix = (matrix @ matrix).clamp(0, 1)
     filled, kept = matrix * 0 + 7, torch.zeros(4096, 4096)
-    copy(kept, filled)
+    copy_tensor(kept, filled)
     assert kept.eq(7).all()
-    assert move(filled, CPU).eq(7).all()
+    assert move_tensor(filled, CPU).eq(7).all()
 
 
 @pytest.mark.gpu

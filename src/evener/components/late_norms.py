@@ -20,6 +20,7 @@ from evener.torch_internals.foreach import are_finite
 from evener.torch_internals.optimizers import largest
 
 _FEW = 32
+"""Number of norms up to which all of them are brought to the host."""
 
 
 class LateNorms:

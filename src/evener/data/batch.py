@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from evener.data.audits import AuditedBlock
+from evener.hardware.async_copy import move_tensor
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ class MicroBatch:
         return self.weight * len(self.samples)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        """Returns a copy with inputs and targets on ``device``."""
+        """Returns a copy with inputs and targets on ``device``; see :func:`move`."""
         return self.map(lambda leaf: move(leaf, device, non_blocking))
 
     def rows(self, start: int, stop: int) -> MicroBatch:
@@ -147,9 +148,10 @@ def with_fields(given: T, **fields: Any) -> T:
 
 
 def move(leaf: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
-    """Moves ``leaf`` to ``device`` if it is a tensor or has a method ``to(device)``; else returns it unchanged."""
+    """Moves ``leaf`` to ``device`` if it is a tensor or has a method ``to(device)``; else returns it unchanged. With
+    ``non_blocking`` the host waits for copies to itself alone."""
     if isinstance(leaf, Tensor):
-        return leaf.to(device, non_blocking=non_blocking)
+        return move_tensor(leaf, torch.device(device)) if non_blocking else leaf.to(device)
     return leaf.to(device) if has_to(leaf) else leaf
 
 

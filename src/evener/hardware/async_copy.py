@@ -43,11 +43,11 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return SENDERS.get(device.type, by_copy)(tensor, device)
 
 
-def move(tensor: Tensor, device: torch.device) -> Tensor:
+def move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns the tensor on ``device``. What is queued on a device waits for a copy to it; the host does by itself."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def copy(to: Tensor, values: Tensor) -> None:
-    """Copies ``values`` to the tensor ``to``, with the same waits as :func:`move`."""
+def copy_tensor(to: Tensor, values: Tensor) -> None:
+    """Copies ``values`` to the tensor ``to``, with the same waits as :func:`move_tensor`."""
     to.copy_(values, non_blocking=to.device.type != "cpu")

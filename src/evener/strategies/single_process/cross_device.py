@@ -98,7 +98,7 @@ class DeviceMover:
         stayed = self._what_stayed(leaf, target)
         if stayed is not None:
             return stayed
-        found = async_copy.move(leaf, target)
+        found = async_copy.move_tensor(leaf, target)
         self.moves.count[str(here), str(target)] += 1
         self.moves.nbytes[str(here), str(target)] += leaf.nbytes
         self._note(found, target)

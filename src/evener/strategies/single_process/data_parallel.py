@@ -194,7 +194,7 @@ class DeviceReplicas(Stepper):
         sizes, costs = _sizes(parts, len(self._devices)), self._costs_of(parts)
         self._unobserved.append(Taken(step, sizes, costs, did))
         device = learner.session.device
-        totals = [async_copy.move(total, device) for one in did.values() for total in one.totals]
+        totals = [async_copy.move_tensor(total, device) for one in did.values() for total in one.totals]
         return StepOutcome(
             totals=tuple(map(read, totals)),
             missing=missing,
@@ -302,8 +302,7 @@ class DeviceReplicas(Stepper):
     @contextmanager
     def _computing(self, place: int, part: DevicePart, step: int) -> Iterator[tuple[MicroBatch, Scope]]:
         """Yields the part, moved to its device, and its scope, with the thread joined to the barrier."""
-        device = self._devices[place]
-        micro = part.micro.to(device, non_blocking=device.type != "cpu")
+        micro = part.micro.to(self._devices[place], non_blocking=True)
         scope = Scope(micro.samples, step, self._learner.settings.seed, group=_no_ranks)
         with own_scope(scope), self._together.joined(part.meeting, part.place, self._watches[place]):
             yield micro, scope

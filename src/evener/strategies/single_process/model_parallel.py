@@ -302,7 +302,7 @@ class OnSeveral(NoSync):
             self._learner.look_at(p for p in self._model.parameters() if p.device == device)
             for device in sorted(devices, key=str)
         ]
-        return tuple(read(async_copy.move(number.tensor, self._home)) for number in numbers)
+        return tuple(read(async_copy.move_tensor(number.tensor, self._home)) for number in numbers)
 
 
 class Gathering(TorchFunctionMode):

@@ -53,7 +53,7 @@ def follow(model: nn.Module, other: nn.Module) -> None:
     for own, theirs in zip(model.parameters(), other.parameters(), strict=True):
         theirs.requires_grad_(own.requires_grad)
         if not same(own.device, theirs.device):
-            async_copy.copy(theirs, own)
+            async_copy.copy_tensor(theirs, own)
         elif own.data_ptr() != theirs.data_ptr():
             theirs.data = own.data
     take_buffers(model, other)
@@ -71,7 +71,7 @@ def take_buffers(model: nn.Module, other: nn.Module) -> None:
             if own is None or held is None or held.shape != own.shape or held.layout != own.layout:
                 theirs[name] = own if own is None else _like(own, held)
             else:
-                async_copy.copy(held, own)
+                async_copy.copy_tensor(held, own)
 
 
 def _like(own: Tensor, held: Tensor | None) -> Tensor:
@@ -90,7 +90,7 @@ def add_gradients(models: Sequence[nn.Module], home: int) -> None:
         for parameter in row:
             parameter.grad = None
         if found:
-            terms = (widened(async_copy.move(grad, own.device)) for grad in _dense_first(found))
+            terms = (widened(async_copy.move_tensor(grad, own.device)) for grad in _dense_first(found))
             own.grad = reduce(_sum, terms).to(own.dtype)
 
 
