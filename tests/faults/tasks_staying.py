@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from evener.core.task.task import Task
@@ -16,9 +18,9 @@ from evener.distributed.restart_count import generation
 from evener.nn.context import current
 from tests.faults import tasks
 
-DEATHS = {"forward": 1, "backward": 0, "update": 2, "raise": 1, "evaluation": 0, "first update": 0}
+DEATHS = {"forward": 1, "backward": 2, "update": 0, "raise": 1, "evaluation": 0, "joint update": 0}
 """By place, the rank that dies there: once, if a file of that name is in the test's directory."""
-STEPS = {"forward": 3, "backward": 6, "update": 9, "raise": 12, "first update": 5}
+STEPS = {"forward": 3, "backward": 6, "update": 9, "raise": 12, "joint update": 5}
 """Steps that each rank has taken when one dies, by place; there are four in an epoch."""
 EVALUATION = 14
 
@@ -65,9 +67,18 @@ class Adam(torch.optim.Adam):
     def step(self, closure: Any = None) -> Any:
         done = super().step(closure)
         taken = int(next(iter(self.state.values()))["step"]) - 1
-        for place in ("update", "first update"):
+        for place in ("update", "joint update"):
             if taken == STEPS[place] and dies(place):
                 die()
+        return done
+
+
+class JointAdam(Adam):
+    """Waits for all ranks in its step, as optimizers do that divide their work."""
+
+    def step(self, closure: Any = None) -> Any:
+        done = super().step(closure)
+        dist.all_reduce(torch.zeros(1))
         return done
 
 
@@ -80,6 +91,10 @@ def holds() -> Task:
         batch_size=12,
         epochs=5,
     )
+
+
+def joint() -> Task:
+    return replace(holds(), optimizer=lambda parameters: JointAdam(parameters, lr=0.02))
 
 
 def dies_twice() -> Task:

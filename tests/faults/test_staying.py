@@ -111,8 +111,7 @@ def test_deaths_leave_the_bits_of_a_run_on_one_rank(
     ("task", "place", "why"),
     spread(
         [
-            # The buffers of all are rank 0's, which it gives after its update: the others wait for them in theirs.
-            ("holds", "first update", "no rank that stayed was between two updates: all have to start again"),
+            ("joint", "joint update", "no rank that stayed was between two updates: all have to start again"),
             ("one_module", "forward", "Task.model returned a module that this process has trained before"),
             ("dies_twice", "forward", r"rank 1 \(pid \d+\) was killed by SIGKILL"),
         ],

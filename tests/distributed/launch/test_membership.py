@@ -101,7 +101,9 @@ def test_a_machine_that_comes_later_waits_and_is_taken_in_behind_the_others(
     monkeypatch.setattr(membership, "_PAUSE_SECONDS", 0.1)
     monkeypatch.setattr(membership, "_GONE_SECONDS", 0.5)
     store = loopback_store(0, 20, keeps=True)
-    first, later = Machine(store, tmp_path / "127.0.0.1"), Machine(store, tmp_path / "127.0.0.0")
+    first = Machine(store, tmp_path / "127.0.0.1")
+    # With a connection of its own: one that waits for an answer lets nobody else ask.
+    later = Machine(loopback_store(store.port, 20, keeps=False), tmp_path / "127.0.0.0")
     with ThreadPoolExecutor(2) as pool:
         assert first.members.is_new
         assert first.meets(pool).result(20) == (0, 1)
