@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import evener
 from evener.core.config.run_config import RunConfig
+from evener.core.config.sizes import size_words
 from evener.core.task.task import Task
 from evener.distributed.environment import Environment
 from evener.distributed.session import Session
@@ -300,6 +301,17 @@ def test_a_gpu_that_is_not_there_is_estimated_by_its_blocks(monkeypatch: pytest.
     assert on_gpu.ranks[0].at_peak["inputs"] == 3 * (9728 + 512)  # two are there, or on their way
     assert any("no CUDA" in note for note in on_gpu.notes)
     assert not on_cpu.notes
+
+
+def test_what_cuda_graphs_take_is_told_where_there_may_be_some() -> None:
+    one: dict[str, Any] = {"processes": 1, "cuda_graphs": "auto"}
+    notes = evener.estimate_memory(small(), device="cuda", **one).notes
+    (told,) = (note for note in notes if "cuda_graphs" in note)
+    without = evener.estimate_memory(small(), device="cuda", processes=1)
+    held = without.ranks[0].at_peak
+    assert size_words(held["activations"] + 3 * held["parameters"]) in told
+    assert not any("cuda_graphs" in note for note in without.notes)
+    assert not evener.estimate_memory(small(), device="cpu", **one).notes
 
 
 # What cannot be known

@@ -11,6 +11,7 @@ import torch
 from evener.core.config.kwargs import Settings
 from evener.core.config.process_range import one_number
 from evener.core.config.run_config import RunConfig
+from evener.core.config.sizes import size_words
 from evener.core.task.task import Task, TaskLike, resolve
 from evener.distributed.environment import default_processes, kind_taken
 from evener.errors import ConfigurationError
@@ -24,6 +25,9 @@ from evener.tools.estimate.result import MemoryEstimate
 from evener.training.batches.device_mix import difference
 from evener.training.builtin_tasks import BUILT_IN
 from evener.training.factory import balance_of, strategy_of, suggested_processes
+
+_GRADIENTS_OF_GRAPHS = 3
+"""Those that a recorded pass leaves, and a copy after each of the two replays of a comparison."""
 
 
 def estimate_memory(
@@ -169,6 +173,12 @@ def _notes(config: RunConfig, kind: str, found: list[RankPeak]) -> list[str]:
             "exact=bits takes more for a moment in a step whose gradients are 16 times as large as in the step before, "
             "or far smaller, as the first may be: there it adds them up once more, in several digits"
         )
+    if config.cuda_graphs != "off" and kind == "cuda":
+        notes.append(
+            f"cuda_graphs={config.cuda_graphs} takes up to {size_words(_of_graphs(found))} more, for the activations "
+            "and gradients of a recorded pass and two copies of these gradients while it is compared; where there is "
+            "no room, the run goes on without graphs"
+        )
     if any(each.built_for_real for each in found):
         notes.append("the model could be built with numbers only, and took its memory while it was estimated")
     asked = sorted({line for each in found for line in each.asked})
@@ -177,3 +187,11 @@ def _notes(config: RunConfig, kind: str, found: list[RankPeak]) -> list[str]:
             f"numbers are asked for at {', '.join(asked)}; if code goes one way or another by them, it went one"
         )
     return notes
+
+
+def _of_graphs(found: list[RankPeak]) -> int:
+    """Returns the bytes that CUDA graphs take besides, on the rank where that is the most."""
+    return max(
+        each.memory.at_peak["activations"] + _GRADIENTS_OF_GRAPHS * each.memory.at_peak["parameters"]
+        for each in found
+    )
