@@ -96,6 +96,38 @@ def branches() -> Task:
     return _task(model=Branches, batch_size=5)
 
 
+class Rounded(torch.autograd.Function):
+    """Rounds to a step, and gives no gradient for the step, as a quantizer may."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, step: Tensor) -> Tensor:
+        return (x / step).round() * step
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class NoGradients(nn.Module):
+    """Backward reaches ``step`` without a gradient. It does not reach ``unused``, and ``late`` only where a rank has
+    samples whose first feature is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Parameter(torch.full((6,), 0.1))
+        self.layer, self.late, self.unused = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Rounded.apply(x, self.step)  # type: ignore[no-untyped-call]
+        out: Tensor = self.layer(x)
+        large = x[:, :1] > 1.2
+        return out + self.late(x) * large if large.any() else out
+
+
+def no_gradients() -> Task:
+    return _task(model=NoGradients, batch_size=5)
+
+
 def penalty() -> Task:
     return _task(
         penalty=lambda model: 0.03 * sum((p.abs().sum() for p in model.parameters()), start=torch.zeros(())),

@@ -8,6 +8,7 @@ user's own do not meet this requirement.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -71,13 +72,13 @@ class PostBackwardSum(Reducer):
     @property
     def bucket_nbytes(self) -> int:  # type: ignore[override]
         """Bytes that the all-reduce holds, plus the largest bucket of several gradients, into which they are copied."""
-        dense = [p for p in self._trained() if p.grad is not None and p.numel() and not p.grad.is_sparse]
+        dense = [p for p in self._trained if p.grad is not None and p.numel() and not p.grad.is_sparse]
         buckets = in_buckets(dense, self.bucket_bytes, lambda p: p)
         sizes = [sum(p.nbytes for p in bucket) for bucket in buckets if len(bucket) > 1]
         return self._all_reduce.held_nbytes + max(sizes, default=0)
 
     def complete(self) -> tuple[str, ...]:
-        trained = self._trained()
+        trained = self._trained
         missing = self._without_gradient([*trained, *self._thawed()])
         self._own = self._learner.all_gradients.check()
         self._learner.work_timer.work_done()
@@ -113,7 +114,9 @@ class PostBackwardSum(Reducer):
     def close(self) -> None:
         self._all_reduce.close()
 
+    @cached_property
     def _trained(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are summed, of those that are trained at the start."""
         return [p for p in self._learner.trained.first if not is_apart(p)]
 
     def _sum(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -41,6 +41,7 @@ from evener.collectives.ddp.hook import hook, power_sgd_hook, power_sgd_state
 from evener.collectives.registry import make
 from evener.components.exact_sum.gradients import ExactGradients
 from evener.components.gradients import numbers_of
+from evener.components.reached_parameters import ReachedParameters
 from evener.distributed.mesh import AXES, DIVIDING_TERMS, Layout, Mesh
 from evener.hardware.async_read import Readout, ReadyValue, is_late
 from evener.hardware.profile_ranges import named_range
@@ -99,7 +100,7 @@ class DdpSum(PostBackwardSum):
         super().__init__(learner, group)
         learner.exact = exact_gradients(learner)
         self._hook = DdpCommHook(_send(learner, group, self._all_reduce), learner, self._all_reduce)
-        self._filled: set[Tensor] = set()
+        self._reached, self._was_unusual = ReachedParameters(), False
         self._ddp: DistributedDataParallel | None = None
         self._of_thawed: Readout = ReadyValue(0.0)
 
@@ -118,13 +119,12 @@ class DdpSum(PostBackwardSum):
     def wrap(self, replica: nn.Module) -> nn.Module:
         with self._learner.trained.as_at_first():
             self._ddp = self._wrapped(replica)
+        self._watch()  # the first step, of which nothing is known yet
         # The lambda has no annotations: DDP would compare them with classes, and here annotations are strings.
         self._ddp.register_comm_hook(self._hook, lambda hook, bucket: hook(bucket))
         return self._ddp
 
     def _wrapped(self, replica: nn.Module) -> DistributedDataParallel:
-        for parameter in self._trained():
-            parameter.register_post_accumulate_grad_hook(self._filled.add)  # type: ignore[no-untyped-call]
         thawed = set(self._thawed())
         apart = [name for name, p in replica.named_parameters() if is_apart(p) or p in thawed]
         leave_out(replica, apart)
@@ -147,23 +147,32 @@ class DdpSum(PostBackwardSum):
     @property
     def gradient_nbytes(self) -> int:
         """Bytes of all gradients that are summed."""
-        return sum(p.nbytes for p in self._trained())
+        return sum(p.nbytes for p in self._trained)
 
     @property
     def bucket_nbytes(self) -> int:  # type: ignore[override]
         """Bytes that the all-reduce holds. DDP's buckets take no more: gradients are views of them. In a run that is
         exact in bits, float64 sums of this rank, and those that are sent, come to it."""
-        exact = 0 if self._learner.exact is None else 2 * sum(8 * p.numel() for p in self._trained())
+        exact = 0 if self._learner.exact is None else 2 * sum(8 * p.numel() for p in self._trained)
         return self._all_reduce.held_nbytes + exact
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         assert self._ddp is not None
-        self._filled.clear()
+        if not last:
+            return self._ddp.no_sync()
         self._hook.begin()
-        return nullcontext() if last else self._ddp.no_sync()
+        if any(p.grad is not None for p in self._trained):  # from earlier passes
+            self._was_unusual = True
+            self._watch()
+        self._reached.begin()
+        return nullcontext()
+
+    def _watch(self) -> None:
+        with self._learner.trained.as_at_first():
+            self._reached.watch(self._trained)
 
     def end_block(self) -> None:
-        add_block(self._learner, {self._learner.names[p]: p for p in self._trained()})
+        add_block(self._learner, {self._learner.names[p]: p for p in self._trained})
 
     def complete(self) -> tuple[str, ...]:
         missing = self._complete()
@@ -177,20 +186,33 @@ class DdpSum(PostBackwardSum):
         return missing
 
     def _complete(self) -> tuple[str, ...]:
-        """Completes the reduction. Returns the names of the parameters without a gradient from this rank.
-
-        If backward left buckets unfilled, DDP still waits for them, and so do the other ranks. A second backward, of a
-        scalar with zero gradient in just those parameters, fills them in the same iteration of the reducer. A gradient
-        from an earlier micro-batch stays, because zero is added to it. Parameters frozen since the start get zeros too,
-        and their gradients are then dropped.
+        """Completes the reduction. Returns the names of the parameters without a gradient from this rank: those that
+        backward has not reached, and those for which it has found none. DDP takes the latter for zeros, with which an
+        optimizer would decay a weight.
         """
-        missing = self._without_gradient(self._thawed())
         self._of_thawed = self._learner.look_at(self._thawed())
-        if self._hook.saw_last_bucket:
+        missing = self._without_gradient(self._thawed())
+        if not self._hook.saw_last_bucket:
+            self._was_unusual = True
+            missing += self._fill()
+        elif not (self._was_unusual or self._hook.undefined):
+            self._reached.stop()
             return missing
-        unfilled = [p for p in self._trained() if p not in self._filled]
+        self._was_unusual = True
+        self._watch()
+        return missing + tuple(self._learner.names[p] for p in self._hook.undefined if p.requires_grad)
+
+    def _fill(self) -> tuple[str, ...]:
+        """Fills the buckets that backward left unfilled, for which DDP still waits, and so do the other ranks. Returns
+        the names of the parameters of which they wait, and that have no gradient.
+
+        A second backward, of a scalar with zero gradient in just those parameters, fills them in the same iteration of
+        the reducer. A gradient from an earlier micro-batch stays, because zero is added to it. Parameters frozen since
+        the start get zeros too, and their gradients are then dropped.
+        """
+        unfilled = [p for p in self._trained if not self._reached.has(p)]
         given = self._learner.exact.given if self._learner.exact is not None else ()
-        missing += tuple(name for name in self._without_gradient(unfilled) if name not in given)
+        missing = tuple(name for name in self._without_gradient(unfilled) if name not in given)
         with self._learner.trained.as_at_first():
             zeros = _ZeroGradients.apply([p in self._sparse for p in unfilled], *unfilled)  # type: ignore[no-untyped-call]
             zeros.backward()
@@ -198,14 +220,21 @@ class DdpSum(PostBackwardSum):
         return missing
 
     def soundness(self) -> tuple[Readout, ...]:
-        apart = [p for p in self._learner.names if is_apart(p)]
         thawed = [self._of_thawed] if self._learner.trained.thawed else []
-        return (*self._hook.soundness, *thawed, *([self._learner.look_at(apart)] if apart else ()))
+        apart = [self._learner.look_at(self._apart)] if self._apart else []
+        return (*self._hook.soundness, *thawed, *apart)
+
+    @cached_property
+    def _apart(self) -> list[nn.Parameter]:
+        """The parameters of which each rank has a shard, whose gradients are summed by themselves."""
+        return [p for p in self._learner.names if is_apart(p)]
 
     def let_go(self) -> None:
+        self._reached.stop()
         self._ddp = None
 
     def close(self) -> None:
+        self._reached.stop()
         # The reducer must be gone before its process group is.
         self._ddp = None
         gc.collect()
@@ -251,10 +280,13 @@ class DdpCommHook:
         """Resets the hook for a new micro-batch."""
         self.saw_last_bucket = False
         self.soundness: list[Readout] = []
+        self.undefined: list[nn.Parameter] = []
+        """Parameters that backward has reached without a gradient, as from a function that returns None for one."""
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         self.saw_last_bucket = bucket.is_last()
         exact = self._learner.exact
+        self.undefined += self._without(bucket, exact)
         flat = bucket.buffer() if exact is None else self._all_blocks(bucket, exact)
         # Check this rank's own gradients before they are summed with those of others.
         self.soundness.append(self._look(bucket, flat, exact))
@@ -263,6 +295,13 @@ class DdpCommHook:
             self._learner.has_drawn()
         with waiting(), named_range("all_reduce bucket", bucket.index()):
             return self._send(bucket) if exact is None else self._send_exact(bucket, flat, exact)
+
+    def _without(self, bucket: GradBucket, exact: ExactGradients | None) -> list[nn.Parameter]:
+        """Returns the parameters of a bucket that have no gradient, which DDP takes for zeros."""
+        found = [
+            p for p in bucket.parameters() if p.grad is None and isinstance(p, nn.Parameter) and p.numel()
+        ]
+        return found if exact is None else [p for p in found if self._learner.names[p] not in exact.given]
 
     def _look(self, bucket: GradBucket, flat: Tensor, exact: ExactGradients | None) -> Readout:
         unsound = self._learner.unsound

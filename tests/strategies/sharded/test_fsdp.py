@@ -41,6 +41,7 @@ from tests.strategies.sharding import (  # noqa: F401 (some as tasks of this mod
     recurrent,
     task,
 )
+from tests.tasks import no_gradients  # noqa: F401
 from tests.tiers import ALWAYS, NIGHTLY, SLOW, spread
 
 FSDP = Fsdp()
@@ -70,6 +71,7 @@ def compare(ranks: Any, number: int, name: str, **settings: Any) -> None:
         ("task", {"strategy": Fsdp(offload=True), "balance": "5,1,2"}),
         ("penalised", {"balance": "5,1,2", "clip_norm": 0.2}),
         ("recomputed", {"balance": "5,1,2"}),
+        ("no_gradients", {}),
         pytest.param("recurrent", {"strategy": Fsdp(wrap="layers"), "balance": "5,1,2"}, marks=NIGHTLY),
     ],
     ids=str,

@@ -96,7 +96,7 @@ class ExactFsdpSum(FsdpSum):
         super().__init__(learner)
         self._last = False
         sizes = {name: dict(self._sizes_in(unit)) for name, unit in self._units.items()}
-        wholes: dict[str, Tensor] = {learner.names[p]: p for p in self._trained()}
+        wholes: dict[str, Tensor] = {learner.names[p]: p for p in self._trained}
         for name, size in chain.from_iterable(each.items() for each in sizes.values()):
             like = torch.empty((), dtype=learner.parameter(name).dtype, device=learner.session.device)
             wholes[name] = like.expand(learner.mesh.degree(AXIS), size)
@@ -136,7 +136,7 @@ class ExactFsdpSum(FsdpSum):
             yield
         scope = current()
         if scope is not None and not scope.weight and not last:
-            for parameter in self._trained():
+            for parameter in self._trained:
                 parameter.grad = None  # the zeros of a placeholder
 
     def end_block(self) -> None:
@@ -149,7 +149,7 @@ class ExactFsdpSum(FsdpSum):
             scatter.forget()
 
     def _whole(self) -> dict[str, nn.Parameter]:
-        return {self._learner.names[p]: p for p in self._trained()}
+        return {self._learner.names[p]: p for p in self._trained}
 
     def complete(self) -> tuple[str, ...]:
         learner, exact, whole = self._learner, self._learner.exact, self._whole()

@@ -9,8 +9,7 @@ unit of the model (:mod:`evener.strategies.sharded.units`) is whole on a rank on
 
 FSDP2 gathers, frees and sums. Evener changes three things.
 
-*Sums.* FSDP2 averages gradients; here they are summed. With further axes (``data``, ``context``) the sum over ``shard``
-is then summed over these; only the parts travel there.
+*Sums.* FSDP2 averages gradients; here they are summed, over ``shard`` and then, part by part, over further axes.
 
 *Missing gradients.* A parameter that a rank's samples did not use counts as zero in the sum. Hooks on the gathered
 weights record which parameters were used. A parameter that no rank used ends without a gradient, as on one device.
@@ -233,8 +232,7 @@ class FsdpSum(PostBackwardSum):
     def _take_over(self, number: int, unit: FSDPModule) -> None:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        gather = Gather(self._turns, number)
-        unit.set_custom_all_gather(gather)  # type: ignore[arg-type]
+        unit.set_custom_all_gather(Gather(self._turns, number))  # type: ignore[arg-type]
         look = partial(self._look, list(self._units)[number])
         scatter = Scatter(self._turns, number, self._others, look, self._work_done)
         unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
@@ -285,13 +283,14 @@ class FsdpSum(PostBackwardSum):
         )
 
     def _note_uses(self, unit: str, places: Sequence[Place], *_: Any) -> None:
-        """Registers hooks on the weights, which are whole now. A hook tells that its weight got a gradient."""
+        """Registers hooks on the weights, which are whole now. They tell that a weight got a gradient, and which."""
         gathered = self._gathered[unit]
         for held, key, name in places:
             weight = held[key]
             if weight.requires_grad and weight not in gathered:
                 gathered.add(weight)
-                note = partial(self._note, unit, name)
+                self._handles.append(weight.register_hook(partial(self._note_use, name)))
+                note = partial(self._note_gradient, unit, name)
                 self._handles.append(weight.register_post_accumulate_grad_hook(note))
 
     def _fill_later(self, unit: str, _: nn.Module, __: Any, output: Any) -> None:
@@ -307,8 +306,11 @@ class FsdpSum(PostBackwardSum):
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
 
-    def _note(self, unit: str, name: str, weight: Tensor) -> None:
-        self._used.add(name)
+    def _note_use(self, name: str, gradient: Tensor | None) -> None:
+        if gradient is not None:  # as from a function that returns no gradient for a weight
+            self._used.add(name)
+
+    def _note_gradient(self, unit: str, name: str, weight: Tensor) -> None:
         if weight.grad is not None and not is_late(weight.device):
             self._given[unit].append((name, weight.grad))
 
@@ -347,7 +349,7 @@ class FsdpSum(PostBackwardSum):
         self._learner.work_timer.work_done()
         self.free_gathered()
         missing = tuple(self._unused(p for p in self._learner.names if p.requires_grad))
-        whole = self._trained()
+        whole = self._trained
         self._sound.append(self._learner.look_at(whole))
         self._sum(whole)
         return missing
@@ -370,8 +372,7 @@ class FsdpSum(PostBackwardSum):
         return self._learner.names[parameter] in self._used
 
     def soundness(self) -> tuple[Readout, ...]:
-        found = tuple(self._sound)
-        self._sound.clear()
+        found, self._sound = tuple(self._sound), []
         return found
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
