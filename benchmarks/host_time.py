@@ -1,4 +1,4 @@
-"""What the processor does in a step besides what a plain loop does, by part, on one rank.
+"""What the processor does in a step besides what a plain loop does, by part.
 
     python -m benchmarks.host_time [--turns 15] [--steps 20] [--parts 30]
 
@@ -8,7 +8,8 @@ of the thread that trains, which other programs disturb less than they do the ti
 
 On the stand-in for a GPU that tests use, the host does what it would do for a GPU, and no operation computes. Many of
 its operations are written in Python, and slower than a GPU's. So the time inside of the operations that Evener adds to
-a plain loop's, the look at the gradients and what brings its numbers together, is taken off.
+a plain loop's, the look at the gradients and what brings its numbers together, is taken off. One rank of two is told
+beside the same loop, and beside one with DistributedDataParallel. Its sums end at once; the other rank is not there.
 
 What each module of Evener takes by itself is told as well, with what it calls of what is built into Python and PyTorch,
 from a profile. A profile makes calls slower than they are: the parts are scaled to the time of a step without it.
@@ -30,8 +31,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tests.standin import StandIn
+from tests.standin import Operations, StandIn, sum_at_once
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import evener
@@ -47,6 +49,8 @@ NUMBERS = 10, 100, 1000, 3000
 SHOWN = 100
 """The number of parameters of the model whose parts are shown."""
 SAMPLES, BATCH_SIZE, FEATURES, CLASSES = 4096, 16, 8, 4
+SETTLED = 4
+"""Steps after which buckets stay as they are."""
 ROOT = str(Path(evener.__file__).parent)
 PLAIN = "forward, backward, optimizer"
 Source = Iterator[None]
@@ -72,14 +76,17 @@ def data() -> TensorDataset:
     return TensorDataset(rand(SAMPLES, FEATURES), randint(CLASSES, (SAMPLES,)))
 
 
-def plain(number: int, device: torch.device) -> Source:
+def plain(
+    number: int, session: Session, wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+) -> Source:
     """The leanest loop there is: it picks the rows itself, on the host, and copies them."""
-    model, loss = Many(number).to(device), nn.CrossEntropyLoss()
+    device, model = session.device, Many(number).to(session.device)
+    replica, loss = wrap(model), nn.CrossEntropyLoss()
     optimizer, (inputs, targets) = sgd(model.parameters()), data().tensors
     while True:
-        for samples in torch.randperm(SAMPLES).split(BATCH_SIZE):
+        for samples in torch.randperm(SAMPLES).split(BATCH_SIZE // session.world_size):  # type: ignore[no-untyped-call]
             x, y = inputs[samples].to(device), targets[samples].to(device)
-            loss(model(x), y).backward()
+            loss(replica(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
             yield
@@ -90,7 +97,7 @@ def ours(number: int, session: Session, tick: Callable[[], None]) -> Source:
     task = Task(
         model=partial(Many, number), loss=nn.CrossEntropyLoss(), optimizer=sgd, train=data(), name="many"
     )
-    with Engine(task, session=session, batch_size=BATCH_SIZE, epochs=10**6) as engine:
+    with Engine(task, session=session, batch_size=BATCH_SIZE, epochs=10**6, allreduce="native") as engine:
         for batch in engine.batches():
             tick()
             engine.step(batch)
@@ -126,7 +133,7 @@ class Added:
 
 
 @contextmanager
-def opened(kind: str) -> Iterator[tuple[Session, Callable[[], None]]]:
+def opened(kind: str, ranks: int = 1) -> Iterator[tuple[Session, Callable[[], None]]]:
     """A session on that device, and what is called before each step: the stand-in counts them."""
     if kind == "cpu":
         with Session(device="cpu") as session:
@@ -138,7 +145,8 @@ def opened(kind: str) -> Iterator[tuple[Session, Callable[[], None]]]:
     def tick() -> None:
         device.now += 1
 
-    with device.session() as session:
+    sum_at_once()
+    with device.session(world_size=ranks) as session:
         torch.set_num_threads(1)
         yield session, tick
 
@@ -211,22 +219,35 @@ def table_of_parts(found: Mapping[str, tuple[float, float]], most: int) -> Table
     return Table(["module", "calls", "of a step"], rows)
 
 
-def besides_plain(kind: str, turns: int, steps: int) -> Table:
+def besides_plain(kind: str, turns: int, steps: int, ranks: int = 1) -> Table:
     """What a step takes besides a plain loop's, for each number of parameters, and how it grows."""
-    rows, besides = list[list[Value]](), list[float]()
+    rows, besides, names = list[list[Value]](), list[float](), list[str]()
     for number in NUMBERS:
         added = Added()
-        with opened(kind) as (session, tick), added.measured():
-            sources = {"plain": plain(number, session.device), "ours": ours(number, session, tick)}
+        with opened(kind, ranks) as (session, tick), added.measured():
+            sources = {"a plain loop": plain(number, session)}
+            if ranks > 1:
+                sources["DDP"] = plain(number, session, partial(DistributedDataParallel, init_sync=False))
+            sources["Evener"] = ours(number, session, tick)
+            settle(sources)
             found = in_turns(sources, turns, steps, added)
             for source in sources.values():
                 source.close()  # type: ignore[attr-defined]
-        besides.append(1e6 * (found["ours"] - found["plain"]))
+        names = list(found)
+        besides.append(1e6 * (found["Evener"] - found["a plain loop"]))
         times = [cell(1e6 * seconds, "us") for seconds in found.values()]
         rows.append([f"{number} parameters", *times, cell(besides[-1], "us")])
     slope = linear_regression(NUMBERS, besides).slope
-    rows.append(["each further parameter", None, None, cell(slope, "us")])
-    return Table(["model", "a plain loop", "Evener", "more"], rows)
+    rows.append(["each further parameter", *[None for _ in names], cell(slope, "us")])
+    return Table(["model", *names, "more than a plain loop"], rows)
+
+
+def settle(sources: Mapping[str, Source]) -> None:
+    """Takes the steps in which DistributedDataParallel puts its buckets in order, and reads the device for that."""
+    with Operations(StandIn()):
+        for source in sources.values():
+            for _ in range(SETTLED):
+                next(source)
 
 
 def main() -> None:
@@ -237,6 +258,8 @@ def main() -> None:
     arguments = parser.parse_args()
     for kind, place in (("cpu", "a CPU rank"), ("stand-in", "the stand-in for a GPU")):
         record("host_time", f"a step on {place}", besides_plain(kind, arguments.turns, arguments.steps))
+    two = besides_plain("stand-in", arguments.turns, arguments.steps, ranks=2)
+    record("host_time", "a step of one of two ranks on the stand-in for a GPU", two)
     on_cpu = parts("cpu", SHOWN, arguments.steps)
     for kind, found in (("a CPU rank", on_cpu), ("the stand-in", parts("stand-in", SHOWN, arguments.steps))):
         title = f"parts of a step with {SHOWN} parameters on {kind}"
