@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from evener import files
-from evener.files import lines_of, open_regular, read_bytes, read_json, read_text, write_json
+from evener.files import lines_of, open_regular, read_bytes, read_json, read_text, replacing, write_json
 
 
 def test_a_regular_file_is_read(tmp_path: Path) -> None:
@@ -95,4 +95,38 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_json(path, {"bad": object()})
     assert json.loads(path.read_text()) == {"good": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_the_user_names_is_written_behind_its_link_and_keeps_its_permissions(
+    tmp_path: Path,
+) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    target.touch()
+    target.chmod(0o600)
+    link.symlink_to(target)
+    write_json(link, {"good": 1}, follow=True)
+    assert link.is_symlink()
+    assert json.loads(target.read_text()) == {"good": 1}
+    assert target.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_link_in_a_run_directory_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    write_json(tmp_path / "link", 1)
+    assert (tmp_path / "target").read_text() == "kept"
+    assert not (tmp_path / "link").is_symlink()
+
+
+def test_a_pipe_that_the_user_names_is_written_into_and_stays(tmp_path: Path) -> None:
+    """As root, ``--json /dev/null`` put a regular file in the place of the machine's ``/dev/null``."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with replacing(path, follow=True, sync=True) as file:
+        file.write(b"content")
+    assert os.read(reader, 100) == b"content"
+    os.close(reader)
+    assert path.is_fifo()
     assert list(tmp_path.iterdir()) == [path]

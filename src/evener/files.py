@@ -15,7 +15,7 @@ import math
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -137,27 +137,61 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file atomically: after an error, the file is unchanged."""
-    replace_text(path, dumps(value, indent=2) + "\n")
+def write_json(path: Path, value: Any, *, follow: bool = False) -> None:
+    """Writes a JSON file atomically: after an error, the file is unchanged. ``follow`` is that of :func:`replacing`."""
+    replace_text(path, dumps(value, indent=2) + "\n", follow=follow)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, follow: bool = False, sync: bool = False) -> Iterator[BinaryIO]:
     """Opens a file that takes the place of ``path`` at the end, atomically: after an error, ``path`` is unchanged.
-    Creates missing parent directories."""
+    Creates missing parent directories.
+
+    Args:
+        follow: Whether a link is followed, for a path that the user has named. The file behind the link is replaced
+            then, and has the permissions of the one before. What is no regular file (``/dev/null``, a terminal, the
+            pipe of ``>(command)``) is written into, not replaced, and so is everything in ``/dev`` and ``/proc``. In a
+            run directory, which others may have made, a link is replaced and leads nowhere.
+        sync: Whether the content is on the disk before the file has its name.
+    """
+    if follow and _is_written_into(path):
+        with path.open("ab") as file:  # not "wb": the standard output may be a file with text in it
+            yield file
+        return
+    path = Path(os.path.realpath(path)) if follow else path
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with partial.open("wb") as file:
+            if follow and path.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             yield file
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise
 
 
-def replace_text(path: Path, text: str) -> None:
+def _is_written_into(path: Path) -> bool:
+    """Returns whether there is something at ``path`` that no file may take the place of."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    kernel = os.path.abspath(path).startswith(("/dev/", "/proc/")) and not _is_shared_memory(path)
+    return not stat.S_ISDIR(mode) and (kernel or not stat.S_ISREG(mode))
+
+
+def _is_shared_memory(path: Path) -> bool:
+    """Returns whether ``path`` is in the file system of ``/dev/shm``, which has plain files."""
+    return os.path.abspath(path).startswith("/dev/shm/")
+
+
+def replace_text(path: Path, text: str, *, follow: bool = False) -> None:
     """Writes a text file atomically, as :func:`replacing` does."""
-    with replacing(path) as file:
+    with replacing(path, follow=follow) as file:
         file.write(text.encode())

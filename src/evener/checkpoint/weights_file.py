@@ -16,13 +16,11 @@ them into its model before the strategy gives rank 0's initial weights to all ra
 from __future__ import annotations
 
 import json
-import os
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,8 +32,9 @@ from evener.components.model_init import settle_on
 from evener.core.config.run_config import RunConfig
 from evener.core.elsewhere import url_of
 from evener.core.os_errors import storage_errors
-from evener.core.text import few, from_here
+from evener.core.text import few, from_here, said
 from evener.errors import ConfigurationError, DataError
+from evener.files import replacing
 from evener.nn.fqn import clean_name
 
 _PREFIX = "model/"
@@ -101,7 +100,10 @@ def export(run: Path, to: Path | None = None, *, overwrite: bool = False, averag
             "from the checkpoint with torch.distributed.checkpoint.format_utils.dcp_to_torch_save"
         )
     about = {"format": "pt", "steps": str(found.rest["progress"]["steps"])}
-    with storage_errors(f"the weights cannot be written to {to}"), whole_file(to) as file:
+    with (
+        storage_errors(f"the weights cannot be written to {to}"),
+        replacing(to, follow=True, sync=True) as file,
+    ):
         file.write(_header(entries, about))
         for name in entries:
             file.write(_bytes(_read(found, name, entries[name], average)))
@@ -161,26 +163,6 @@ def _bytes(tensor: Tensor) -> Any:
     """Returns the memory of a tensor as bytes; ``b""`` for an empty tensor, which has no such view."""
     assert sys.byteorder == "little"
     return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file for writing, and renames it to ``path`` when all of it is on disk.
-
-    If the block raises, the temporary file is deleted and ``path`` does not change.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
 
 
 # Load
@@ -268,9 +250,10 @@ def _state_dict(path: Path) -> Mapping[str, Tensor]:
     except OSError:
         raise
     except Exception as error:
+        message = said(error).partition("\n")[0][:200] or type(error).__name__  # an empty file says nothing
         raise DataError(
             f"{path} is refused: it is no safetensors, and torch.load(weights_only=True) says "
-            f"{str(error).splitlines()[0][:200]!r}. A file that holds more than tensors could run any program here: "
+            f"{message!r}. A file that holds more than tensors could run any program here: "
             "save model.state_dict() alone, or safetensors"
         ) from error
     strange = _no_tensors(state)

@@ -60,7 +60,7 @@ def execute(arguments: argparse.Namespace) -> int:
     config = options.config_of(arguments)
     options.find_modules_here()
     from evener.collectives.tuning.bench import table
-    from evener.files import write_json
+    from evener.files import replace_text, write_json
     from evener.tools.bench import bench_all_reduce, parse_sizes, simulate_all_reduce
 
     names = arguments.algorithms.split(",") if arguments.algorithms else None
@@ -85,9 +85,9 @@ def execute(arguments: argparse.Namespace) -> int:
             print(f"# without {name}: {reason}")
         print(table(result.rows), flush=True)
         if arguments.json is not None:
-            write_json(arguments.json, result.as_json())
+            write_json(arguments.json, result.as_json(), follow=True)
         if arguments.plot is not None:
-            arguments.plot.write_text(result.chart())
+            replace_text(arguments.plot, result.chart(), follow=True)
     return 1 if result.wrong else 0
 
 

@@ -73,6 +73,6 @@ def execute(arguments: argparse.Namespace) -> int:
     else:
         print(printable(found.words()))
         if arguments.json is not None:
-            write_json(arguments.json, found.as_json())
+            write_json(arguments.json, found.as_json(), follow=True)
     sys.stdout.flush()
     return int(arguments.fail_slower is not None and found.slower(arguments.fail_slower))

@@ -81,7 +81,7 @@ def execute(arguments: argparse.Namespace) -> int:
         files.save(survey, arguments.save)
     if arguments.json is not None:
         found = [as_json(each) for each in findings]
-        write_json(arguments.json, {"survey": files.as_json(survey), "findings": found})
+        write_json(arguments.json, {"survey": files.as_json(survey), "findings": found}, follow=True)
     return 1 if any(finding.level == "wrong" for finding in findings) else 0
 
 

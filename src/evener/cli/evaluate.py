@@ -87,5 +87,5 @@ def execute(arguments: argparse.Namespace) -> int:
         values = ", ".join(f"{name} {value:.4f}" for name, value in found.metrics.items())
         print(printable(f"epoch {found.epoch + 1}: {values}"), flush=True)
         if arguments.json is not None:
-            write_json(arguments.json, dataclasses.asdict(found))
+            write_json(arguments.json, dataclasses.asdict(found), follow=True)
     return 0

@@ -89,7 +89,7 @@ def execute(arguments: argparse.Namespace) -> int:
             print(f"not kept for later runs: {kept}")
         found["plan"], fits = plan.as_json(), fits and plan.best is not None
     if arguments.json is not None:
-        write_json(arguments.json, found)
+        write_json(arguments.json, found, follow=True)
     return 0 if fits else 1
 
 

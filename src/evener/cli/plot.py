@@ -33,6 +33,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """Writes the plot and prints its title."""
     from evener.core.os_errors import storage_errors
     from evener.core.text import printable
+    from evener.files import replace_text
     from evener.training.reporting.plot import RunSteps, drawn, title
 
     out = arguments.out
@@ -43,6 +44,6 @@ def execute(arguments: argparse.Namespace) -> int:
     runs = [RunSteps.from_directory(run) for run in arguments.runs]
     text = drawn(runs)
     with storage_errors(f"the drawing cannot be written to {out}"):
-        out.write_text(text, encoding="utf-8")
+        replace_text(out, text, follow=True)
     print(printable(f"{out}: {title(runs)}"), flush=True)
     return 0

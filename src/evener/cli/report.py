@@ -148,4 +148,4 @@ def _write(file: Path | None, text: str) -> None:
 
     if file is not None:
         with storage_errors(f"the report cannot be written to {file}"):
-            replace_text(file, text)
+            replace_text(file, text, follow=True)

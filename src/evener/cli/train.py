@@ -96,7 +96,7 @@ def execute(arguments: argparse.Namespace) -> int:
             run_dir = place_of("run_dir", trained.summary.run_dir)
             print(_beside_prediction(arguments, plan, run_dir, load), flush=True)
         if arguments.json:
-            write_json(arguments.json, as_json(trained.summary))
+            write_json(arguments.json, as_json(trained.summary), follow=True)
     return 0
 
 

@@ -150,7 +150,7 @@ def execute(arguments: argparse.Namespace) -> int:
         tolerance=arguments.tolerance,
     )
     if arguments.json is not None:
-        write_json(arguments.json, dataclasses.asdict(result))
+        write_json(arguments.json, dataclasses.asdict(result), follow=True)
     print(text(result), flush=True)
     return 0 if result.passed else 1
 
@@ -172,7 +172,7 @@ def execute_replay(arguments: argparse.Namespace) -> int:
 
     result = replay(arguments.replay, arguments.task, options=options.task_options_of(arguments) or None)
     if arguments.json is not None:
-        write_json(arguments.json, dataclasses.asdict(result))
+        write_json(arguments.json, dataclasses.asdict(result), follow=True)
     print(text_of_replay(result), flush=True)
     return 0 if result.passed else 1
 
@@ -193,7 +193,7 @@ def execute_bits(arguments: argparse.Namespace) -> int:
 
     result = verify_bits(arguments.task, config, options=options.task_options_of(arguments))
     if arguments.json is not None:
-        write_json(arguments.json, dataclasses.asdict(result))
+        write_json(arguments.json, dataclasses.asdict(result), follow=True)
     print(text_of_bits(result), flush=True)
     return 0 if result.passed else 1
 
@@ -250,7 +250,7 @@ def execute_script(arguments: argparse.Namespace) -> int:
 
     result = verify_script(arguments.task, arguments.script_arguments, config)
     if arguments.json is not None:
-        write_json(arguments.json, dataclasses.asdict(result))
+        write_json(arguments.json, dataclasses.asdict(result), follow=True)
     print(text_of_script(result), flush=True)
     return 0 if result.passed else 1
 

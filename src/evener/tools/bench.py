@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from evener.distributed.launch.launch import launch
 from evener.distributed.launch.rendezvous import Rendezvous
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError, DataError
+from evener.files import parsed
 from evener.training.reporting.chart import size_chart
 
 
@@ -212,10 +212,10 @@ def read_topology(path: Path | None, ranks: int | None) -> tuple[Topology, Netwo
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
+        value = parsed(path.read_text())
     except FileNotFoundError as error:
         raise ConfigurationError(f"there is no file {path}") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} is no JSON file: {error}") from error
     if not isinstance(value, dict):
         raise DataError(f"{path} holds a {type(value).__name__}, not an object that describes a topology")

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from evener.checkpoint.weights_file import whole_file
 from evener.core.os_errors import storage_errors
 from evener.core.plugins import find
 from evener.core.task.task import Task
 from evener.core.types import Tree
 from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError, DataError
+from evener.files import replacing
 
 # Reading
 
@@ -143,7 +143,10 @@ def write_outputs(path: Path, outputs: Tree) -> None:
         StorageError: If the file cannot be written.
     """
     write = _WRITERS[path.suffix]
-    with storage_errors(f"the outputs cannot be written to {path}"), whole_file(path) as file:
+    with (
+        storage_errors(f"the outputs cannot be written to {path}"),
+        replacing(path, follow=True, sync=True) as file,
+    ):
         write(file, outputs)
 
 

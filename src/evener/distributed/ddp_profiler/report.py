@@ -106,7 +106,7 @@ class DdpObserver(ScriptHook):
             ranks = observations(directory)
             print(table(ranks), file=self._stream or sys.stderr, flush=True)
             if self._json_path is not None:
-                write_json(self._json_path, {"ranks": [seen.as_json() for seen in ranks]})
+                write_json(self._json_path, {"ranks": [seen.as_json() for seen in ranks]}, follow=True)
 
 
 def observations(directory: Path) -> list[Observation]:

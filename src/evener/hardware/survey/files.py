@@ -19,7 +19,7 @@ from evener.hardware.survey.facts import FORMAT, Survey
 
 def save(survey: Survey, path: pathlib.Path) -> None:
     """Writes a survey to a file atomically."""
-    write_json(path, as_json(survey))
+    write_json(path, as_json(survey), follow=True)
 
 
 def load(path: pathlib.Path) -> Survey:

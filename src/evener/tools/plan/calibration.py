@@ -97,7 +97,7 @@ class Calibration:
             {"candidate": dataclasses.asdict(candidate), "costs": dataclasses.asdict(costs)}
             for candidate, costs in self.costs.items()
         ]
-        write_json(path, {"format": FORMAT, **values})
+        write_json(path, {"format": FORMAT, **values}, follow=True)
 
     @classmethod
     def read(cls, path: Path) -> Calibration:

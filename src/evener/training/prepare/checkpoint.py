@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from evener.core.text import few, printable, said
 from evener.errors import CheckpointError, ConfigurationError, DataError
-from evener.files import open_regular
+from evener.files import open_regular, replacing
 from evener.training.prepare.batch import batches_of
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.prepare import current
@@ -94,16 +93,11 @@ def _written(path: Path, states: dict[str, Any], values: dict[str, Any], place: 
         "random": place.random.held(),
         "batches": None if place.batches is None else place.batches.state_dict(),
     }
-    new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with new.open("wb") as file:
+        os.stat(path.parent)  # a missing directory is an error, and not made
+        with replacing(path, follow=True, sync=True) as file:
             torch.save(found, file)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
     except (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError) as error:
-        with suppress(OSError):
-            new.unlink()
         return f"{type(error).__name__}: {error}"
     return ""
 

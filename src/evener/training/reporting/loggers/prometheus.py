@@ -166,7 +166,7 @@ class MetricsFile(Observer):
     def _replace(self) -> None:
         self._written = time.monotonic()
         os.stat(self._path.parent)  # a missing directory is an error, and not made
-        replace_text(self._path, self.text())
+        replace_text(self._path, self.text(), follow=True)
 
     def text(self) -> str:
         """Returns the figures in Prometheus's text format, version 0.0.4."""
