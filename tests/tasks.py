@@ -128,6 +128,24 @@ def no_gradients() -> Task:
     return _task(model=NoGradients, batch_size=5)
 
 
+class Hooked(nn.Linear):
+    """Clamps the gradient of its weight, which is something else for the parts of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.weight.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+        self.bias.register_post_accumulate_grad_hook(_signed)  # type: ignore[no-untyped-call]
+
+
+def _signed(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.sign() * 0.01
+
+
+def hooked() -> Task:
+    return _task(model=Hooked, batch_size=5)
+
+
 def penalty() -> Task:
     return _task(
         penalty=lambda model: 0.03 * sum((p.abs().sum() for p in model.parameters()), start=torch.zeros(())),

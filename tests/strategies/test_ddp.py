@@ -42,6 +42,8 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], rtol: fl
         ("branches", {"micro_batch": 2}),
         pytest.param("branches", {"balance": "0,1"}, marks=NIGHTLY),
         ("skips_later", {}),
+        ("hooked", {"clip_norm": 0.01}),
+        ("hooked", {"exact": "bits", "grain": 5}),
         ("no_gradients", {}),
         ("no_gradients", {"micro_batch": 2, "balance": "1,4"}),
         ("no_gradients", {"exact": "bits", "grain": 2}),

@@ -24,6 +24,7 @@ from evener.strategies.learner import Learner
 from evener.strategies.reducer import Reducer, all_reduce_of, is_apart, sum_in_buckets
 from evener.strategies.single import NoSync
 from evener.strategies.synchronizer import Synchronizer
+from evener.torch_internals.autograd import hooks_of
 
 
 def summing_afterwards(learner: Learner) -> Synchronizer:
@@ -118,6 +119,10 @@ class PostBackwardSum(Reducer):
     def _trained(self) -> list[nn.Parameter]:
         """The parameters whose gradients are summed, of those that are trained at the start."""
         return [p for p in self._learner.trained.first if not is_apart(p)]
+
+    @cached_property
+    def hooked(self) -> list[nn.Parameter]:  # type: ignore[override]
+        return [p for p in self._trained if hooks_of(p) is not None]
 
     def _sum(self, parameters: Iterable[nn.Parameter]) -> None:
         sum_in_buckets(parameters, self._sparse, self.bucket_bytes, self._all_reduce)

@@ -21,6 +21,7 @@ from evener.components.buffer_snapshot import BufferSnapshot
 from evener.components.clipping import Clipping
 from evener.components.compile import Graphs
 from evener.components.cuda_graphs.replays import Replays, replica_of
+from evener.components.delayed_hooks import hooks_after
 from evener.components.exact_sum.gradients import ExactGradients
 from evener.components.loose_buffers import LooseBuffers
 from evener.components.memory_limits.limits import Room
@@ -129,8 +130,7 @@ class Learner:
         self.clipping = Clipping(settings.clip_norm, exact=settings.bits is not None)
         self.has_shared_buffers = False
         """True if loose buffers have been copied from one rank to all others."""
-        self._step = 0
-        self._portion = portion
+        self._step, self._portion = 0, portion
         self._portions: dict[int, Any] = {}  # by id(): the task's own data sets live as long as the learner
 
     @property
@@ -258,7 +258,7 @@ class Learner:
             self._leave_out()
 
     def start_afresh(self) -> None:
-        """Drops the gradients of an unfinished step after a state was loaded. All ranks must call this together."""
+        """Drops the gradients of an unfinished step after a state was loaded. A collective call."""
         self._clear_gradients()
         self.synchronizer.updated(0)
 
@@ -297,7 +297,7 @@ class Learner:
 
     @cached_property
     def names_in_order(self) -> list[str]:
-        """The parameter names in the order of :attr:`names`."""
+        """The names in the order of :attr:`names`."""
         return list(self.names.values())
 
     @cached_property
@@ -318,20 +318,20 @@ class Learner:
         return self.unsound.of_these(found, lambda: gradients.named((self.names[p], p) for p in given)())
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
-        """Runs forward and backward of this rank's part of a step; see :meth:`Stepper.run`. Returns the stepper's
-        outcome, with what the learner knows of the step whichever stepper ran it."""
+        """Runs forward and backward of this rank's part of a step; see :meth:`Stepper.run`. Adds what is the same
+        whichever stepper ran it."""
         self.unsound.found.clear()
         self._step, self.left_out = step, False
-        has_changed = self.trained.update(
-            self.name, self.synchronizer.follows, self.settings.update_in_backward
-        )
+        follows, early = self.synchronizer.follows, self.settings.update_in_backward
+        has_changed = self.trained.update(self.name, follows, early)
         self.watch.begin(batch)
-        if self.settings.limits is not None:
-            self.room.allow(self.settings.limits.limit_for(self.session.rank, step))
+        if (limits := self.settings.limits) is not None:
+            self.room.allow(limits.limit_for(self.session.rank, step))
         if self.may_leave_out:
             self._snapshot = BufferSnapshot(self.model, step)
         try:
-            outcome = self.stepper.run(batch, divisor, step)
+            with hooks_after(self.synchronizer.hooked):
+                outcome = self.stepper.run(batch, divisor, step)
         except BaseException:
             self._clear_gradients()  # a caller that goes on must not find gradients of the failed step
             raise

@@ -39,6 +39,9 @@ class GradientSum:
     follows: bool = False
     """True if parameters may be frozen and unfrozen between steps (`TrainableParameters`)."""
 
+    hooked: Sequence[nn.Parameter] = ()
+    """Parameters with hooks of the user's, which are called when their gradients are summed."""
+
     def collectives(self) -> list[dict[str, Any]]:
         """Returns the all-reduces of this rank so far: ``name``, ``algorithm``, ``nbytes`` of a call, ``calls``, and
         seconds if some were timed: `RunSummary.collectives`."""

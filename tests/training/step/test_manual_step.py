@@ -47,6 +47,18 @@ def test_a_loop_by_hand_takes_whole_batches() -> None:
         batches.close()  # type: ignore[attr-defined]
 
 
+def refused(name: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        by_hand(name, steps=1)
+    return str(caught.value)
+
+
+def test_a_hook_that_would_get_a_part_of_the_gradient_is_refused(ranks: Any) -> None:
+    assert_same(by_hand("hooked", steps=3)[0], stepped("hooked", steps=3)[0])
+    for message in ranks(2).run(refused, "hooked"):
+        assert message.startswith("weight has a hook on its gradient")
+
+
 def adversarial(**settings: Any) -> Weights:
     """Two optimizers in turn, and an exchange for each."""
     with engine_of("adversaries", steps=6, **settings) as engine:

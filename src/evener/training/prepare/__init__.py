@@ -24,7 +24,6 @@
 :mod:`.gradient_part`      gradients of divided weights, as the loop sees them
 :mod:`.numbers_of_parts`   the norm in ``clip_grad_norm_``, and numbers of DTensors
 :mod:`.positions`          checks of sequences that are divided over ranks
-:mod:`.delayed_hooks`      a user's hooks on gradients, which wait for the sum
 :mod:`.optimizer_step`     steps of any optimizer, prepared or not
 :mod:`.rank_checks`        checks that values are the same on all ranks, and their errors
 :mod:`.late_checks`        checks of numbers that a device is still computing

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from evener.components.delayed_hooks import OF_WEIGHTS
 from evener.components.sharded_tensor.local import is_divided
 from evener.errors import ConfigurationError
 from evener.nn.attention_dispatch import attending
-from evener.training.prepare.delayed_hooks import OF_WEIGHTS
 from evener.training.prepare.late_checks import LateChecks, Number
 from evener.training.prepare.loop_state import LoopState
 

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from evener.collectives.base import AllReduce
 from evener.components import gradients
+from evener.components.delayed_hooks import DelayedHooks, refuse_gradient
 from evener.components.sharded_tensor.local import is_divided
 from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.distributed.mesh import DIVIDING_TERMS
@@ -34,7 +35,6 @@ from evener.strategies.reducer import all_reduce_of, sum_in_buckets, sum_togethe
 from evener.torch_internals.autograd import version
 from evener.training.consistency.replicas import digest, together
 from evener.training.prepare.bucket_sums import BucketSums, bucket_sums_of
-from evener.training.prepare.delayed_hooks import DelayedHooks, refuse_gradient
 from evener.training.prepare.gradient_mark import (
     MARK,
     PART,

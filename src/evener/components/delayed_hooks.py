@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
@@ -104,3 +105,20 @@ class DelayedHooks:
             for hook in list((after or {}).values()):
                 with torch.enable_grad():
                     hook(parameter)
+
+
+@contextmanager
+def hooks_after(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Context in which the gradients of ``parameters`` are computed and summed over the ranks. Their hooks are called
+    at its end, with the sums: a hook that clamps would do something else to each rank's part."""
+    if not parameters:
+        yield
+        return
+    hooks = DelayedHooks(lambda _: "a parameter")
+    hooks.put_off(parameters, (), is_delayed=False)
+    try:
+        yield
+    except BaseException:
+        hooks.restore()
+        raise
+    hooks.call(lambda _: None)
