@@ -403,6 +403,10 @@ def together() -> Task:
     return task(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True))
 
 
+def empty_weight() -> Task:
+    return task(lambda: nn.Sequential(Model(), nn.ParameterList([torch.zeros(0, 4)])))
+
+
 def masked() -> Task:
     return task(optimizer=lambda parameters: torch.optim.Rprop(parameters))
 
@@ -419,6 +423,7 @@ def refused(name: str, settings: dict[str, Any]) -> tuple[type[BaseException], s
         ("sparse", {}, TaskError, "the model has sparse gradients"),
         ("mixed", {}, TaskError, "0.weight of torch.float32, 1.weight of torch.float16: set dtype"),
         ("complex_weight", {}, TaskError, "1.weight is complex"),
+        ("empty_weight", {}, TaskError, "1.0 is empty"),
         (
             "listed",
             {},

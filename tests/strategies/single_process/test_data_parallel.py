@@ -145,6 +145,14 @@ def test_a_loss_that_is_not_a_number_ends_the_run() -> None:
     refused(DivergenceError, "the loss is nan", task, UNEVEN)
 
 
+class Hooked(nn.Sequential):
+    """Halves a gradient, as only the model itself would and no copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(FEATURES, CLASSES))
+        next(self.parameters()).register_hook(lambda gradient: gradient / 2)
+
+
 class Log(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.log(-x.abs())
@@ -254,6 +262,7 @@ class Mixture(nn.Module):
         ({"collate": collated}, TaskError, r"inputs\['n'\] is of type int"),
         ({"model": lambda: Uncopied(FEATURES, CLASSES)}, TaskError, "cannot be copied to cpu:1 .*no copies"),
         ({"model": Mixture}, ConfigurationError, "asks for the ranks that compute the other parts"),
+        ({"model": Hooked}, TaskError, "a hook on the gradient of 0.weight, .* copies that would not"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(parts: Any, kind: Any, words: str) -> None:

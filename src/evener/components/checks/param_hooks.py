@@ -1,4 +1,5 @@
-"""Refuses hooks that a model's constructor has registered on parameters, if shards replace these parameters."""
+"""Refuses hooks that a model's constructor has registered on parameters, if they would not be called with the whole
+gradient: where shards replace these parameters, or copies stand beside them."""
 
 from __future__ import annotations
 
@@ -10,15 +11,18 @@ from torch.utils.hooks import warn_if_has_hooks
 from evener.errors import TaskError
 from evener.torch_internals.autograd import has_accumulation_hooks
 
+DIVIDED = "in whose place strategy {!r} may put a piece"
+COPIED = "of which strategy {!r} has copies that would not call it"
+"""Why a hook is refused."""
 
-def refuse_hooks(model: nn.Module, strategy: str) -> None:
-    """Raises TaskError if a hook is registered on a whole parameter: it would never be called."""
+
+def refuse_hooks(model: nn.Module, strategy: str, why: str = DIVIDED) -> None:
+    """Raises TaskError if a hook is registered on a whole parameter: it would not be called for all of the gradient."""
     hooked = [name for name, parameter in model.named_parameters() if _has_hooks(parameter)]
     if hooked:
         raise TaskError(
-            f"the model registers a hook on the gradient of {hooked[0]}, in whose place strategy {strategy!r} may put "
-            "a piece; change gradients in the model's forward instead, by a hook on what the weight is multiplied "
-            "with, or use strategy 'ddp'"
+            f"the model registers a hook on the gradient of {hooked[0]}, {why.format(strategy)}; change gradients in "
+            "the model's forward instead, by a hook on what the weight is multiplied with, or use strategy 'ddp'"
         )
 
 

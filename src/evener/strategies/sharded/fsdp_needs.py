@@ -18,7 +18,7 @@ from evener.torch_internals.autograd import is_view
 
 
 def check_layers(model: nn.Module) -> None:
-    """Raises TaskError if the model has sparse gradients or complex weights."""
+    """Raises TaskError if the model has sparse gradients, complex weights or trained ones without any number."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise TaskError(
@@ -28,6 +28,11 @@ def check_layers(model: nn.Module) -> None:
     found = next((name for name, p in model.named_parameters() if p.is_complex()), None)
     if found is not None:
         raise TaskError(f"{found} is complex, which PyTorch's FSDP2 does not shard: use strategy 'ddp'")
+    found = next((name for name, p in model.named_parameters() if p.requires_grad and not p.numel()), None)
+    if found is not None:
+        raise TaskError(
+            f"{found} is empty, and PyTorch's FSDP2 sums no empty gradient: give it requires_grad=False, or use zero=2"
+        )
 
 
 def check_types(model: nn.Module) -> None:

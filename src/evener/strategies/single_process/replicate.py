@@ -13,6 +13,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
+from evener.components.checks.param_hooks import COPIED, refuse_hooks
 from evener.core.half_precision import widened
 from evener.errors import TaskError
 from evener.hardware import async_copy
@@ -27,8 +28,9 @@ def copied(model: nn.Module, device: torch.device) -> nn.Module:
     """Returns a replica of the model on ``device``.
 
     Raises:
-        TaskError: If the model cannot be copied.
+        TaskError: If the model cannot be copied, or has hooks on parameters, which copies of these lack.
     """
+    refuse_hooks(model, "data_parallel", COPIED)
     try:
         made = copy.deepcopy(model)
     except Exception as error:
