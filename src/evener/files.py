@@ -158,7 +158,7 @@ def replacing(path: Path, *, follow: bool = False, sync: bool = False) -> Iterat
         with path.open("ab") as file:  # not "wb": the standard output may be a file with text in it
             yield file
         return
-    path = Path(os.path.realpath(path)) if follow else path
+    path = _behind_link(path) if follow else path
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -176,8 +176,21 @@ def replacing(path: Path, *, follow: bool = False, sync: bool = False) -> Iterat
         raise
 
 
+def _behind_link(path: Path) -> Path:
+    """Returns the file that a link leads to. The system decides whether this user may follow it: mostly not one that
+    somebody else has put into a directory like ``/tmp``.
+
+    Raises:
+        OSError: If the link must not be followed.
+    """
+    if not path.exists() or not path.is_symlink():
+        return path
+    os.close(os.open(path, os.O_WRONLY))
+    return Path(os.path.realpath(path))
+
+
 def _is_written_into(path: Path) -> bool:
-    """Returns whether there is something at ``path`` that no file may take the place of."""
+    """Returns True if there is something at ``path`` that no file may take the place of."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -187,7 +200,7 @@ def _is_written_into(path: Path) -> bool:
 
 
 def _is_shared_memory(path: Path) -> bool:
-    """Returns whether ``path`` is in the file system of ``/dev/shm``, which has plain files."""
+    """Returns True if ``path`` is in the file system of ``/dev/shm``, which has plain files."""
     return os.path.abspath(path).startswith("/dev/shm/")
 
 

@@ -139,6 +139,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, monkeypatch: 
     [
         (None, ConfigurationError, "there are no weights at"),
         (b"nonsense", DataError, "is refused"),
+        (b"", DataError, "is refused"),
         (b"\x08\0\0\0\0\0\0\0{broken}", DataError, "cannot be read as safetensors"),
         ({"model": {"0.weight": torch.zeros(1)}}, DataError, "a dict under 'model'"),
         ([torch.zeros(1)], DataError, "holds a list"),

@@ -81,6 +81,7 @@ def test_the_full_help_says_all(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (("train", "digits", "--epo", "3"), "train TASK", "no option --epo; did you mean --epochs?"),
         (("bench", "--size=4"), "bench", "no option --size; did you mean --sizes?"),
+        (("train", "digits", "--clip-norm=--"), "train TASK", "--clip-norm: expected one argument"),
         (("export", "x", "y"), "export RUN", "unrecognized arguments: y"),
         (("verfy",), "COMMAND", "did you mean verify?"),
         (("train", "digits", "--on-replica-mismatch", "rank1"), "train TASK", "did you mean rank0?"),

@@ -74,5 +74,5 @@ def _written(run_dir: str) -> str:
 
     path = Path(run_dir) / REPORT
     report = report_of(Path(run_dir))
-    replace_text(path, page_of(ReportFile((report,))), follow=True)
+    replace_text(path, page_of(ReportFile((report,))))
     return f"{report.verdict.words} The report is in {from_here(path)}"

@@ -17,8 +17,12 @@ from torch.utils.data import DataLoader, Dataset
 from evener.core.stacks import listen, workers_of
 from evener.data.fetch import ReadFailure
 from evener.errors import ConfigurationError, DataError
+from evener.hardware.survey.host import allowed_cores
 
 T = TypeVar("T")
+
+WORKERS_PER_CORE = 64
+"""Largest number of workers of a rank, for each core."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,12 @@ class Workers:
     def __post_init__(self) -> None:
         if self.count < 0:
             raise ConfigurationError(f"{self.count} workers cannot read: give 0 to read in the main process")
+        cores = allowed_cores()
+        if self.count > WORKERS_PER_CORE * cores:  # a process for each would take the machine
+            most = f"{WORKERS_PER_CORE * cores}, which is {WORKERS_PER_CORE} a core"
+            raise ConfigurationError(
+                f"asked for {self.count} workers for each rank on {cores} cores; ask for at most {most}"
+            )
         if self.prefetch_factor < 1:
             raise ConfigurationError(f"prefetch_factor must be at least 1, not {self.prefetch_factor}")
 

@@ -36,6 +36,7 @@ from evener.core.config.validation import (
     number_or_auto,
     one_of,
     positive,
+    positive_seconds,
 )
 from evener.errors import ConfigurationError
 
@@ -348,8 +349,10 @@ class RunConfig:
             at_least(name, getattr(self, name), 1)
         for name in ("evaluate_every", "seed", "check_replicas", "workers"):
             at_least(name, getattr(self, name), 0)
-        for name in ("clip_norm", "bucket_mb", "timeout_seconds", "grace_seconds"):
+        for name in ("clip_norm", "bucket_mb"):
             positive(name, getattr(self, name))
+        for name in ("timeout_seconds", "grace_seconds"):
+            positive_seconds(name, getattr(self, name))
         Interval.parse(self.save_every)
         check_best(self.keep_best)
         check_metrics_file(self.metrics_file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -21,6 +22,8 @@ REMEMBERING = (
 """Compressions with error feedback: they add what they did not send to later steps."""
 GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that use CUDA graphs."""
+MOST_SECONDS = 1e9
+"""Longest time that may be set, about 30 years. PyTorch's and Python's waits overflow at some ten times as much."""
 AUTOCASTS = ("fp32", "bf16", "fp16")
 """Precisions that ``precision_of`` may give a module."""
 
@@ -34,11 +37,14 @@ def check_settings(names: Iterable[str], known: Collection[str]) -> None:
 
 
 def at_least(name: str, value: int | None, least: int) -> None:
-    """Raises ConfigurationError if ``value`` is not an integer of at least ``least``. Accepts None."""
+    """Raises ConfigurationError if ``value`` is not an integer of at least ``least``, or has more than 64 bits. Accepts
+    None."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+    if value > sys.maxsize:
+        raise ConfigurationError(f"{name} is {value!r}; it must be at most {sys.maxsize}")
 
 
 def number_or_auto(name: str, given: int | str | None, what: str, least: int) -> int | str | None:
@@ -70,6 +76,13 @@ def positive(name: str, value: float | None) -> None:
     """Raises ConfigurationError if ``value`` is not a finite number above 0. Accepts None."""
     if value is not None and not (math.isfinite(value) and value > 0):
         raise ConfigurationError(f"{name} is {value!r}; it must be a finite number above 0")
+
+
+def positive_seconds(name: str, value: float | None) -> None:
+    """Raises ConfigurationError if ``value`` is not a time above 0 that a wait can take. Accepts None."""
+    positive(name, value)
+    if value is not None and value > MOST_SECONDS:
+        raise ConfigurationError(f"{name} is {value!r}; it must be at most {MOST_SECONDS:.0f} seconds")
 
 
 def one_of(name: str, value: str | None, choices: tuple[str, ...]) -> None:
