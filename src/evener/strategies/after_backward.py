@@ -120,8 +120,12 @@ class PostBackwardSum(Reducer):
         """The parameters whose gradients are summed, of those that are trained at the start."""
         return [p for p in self._learner.trained.first if not is_apart(p)]
 
+    def hooked_in(self, passes: int) -> Sequence[nn.Parameter]:
+        return self._hooked
+
     @cached_property
-    def hooked(self) -> list[nn.Parameter]:  # type: ignore[override]
+    def _hooked(self) -> list[nn.Parameter]:
+        """The parameters that have hooks when the first step begins."""
         return [p for p in self._trained if hooks_of(p) is not None]
 
     def _sum(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -330,7 +330,7 @@ class Learner:
         if self.may_leave_out:
             self._snapshot = BufferSnapshot(self.model, step)
         try:
-            with hooks_after(self.synchronizer.hooked):
+            with hooks_after(self.synchronizer.hooked_in(len(batch.micro_batches))):
                 outcome = self.stepper.run(batch, divisor, step)
         except BaseException:
             self._clear_gradients()  # a caller that goes on must not find gradients of the failed step

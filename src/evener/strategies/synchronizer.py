@@ -39,9 +39,6 @@ class GradientSum:
     follows: bool = False
     """True if parameters may be frozen and unfrozen between steps (`TrainableParameters`)."""
 
-    hooked: Sequence[nn.Parameter] = ()
-    """Parameters with hooks of the user's, which are called when their gradients are summed."""
-
     def collectives(self) -> list[dict[str, Any]]:
         """Returns the all-reduces of this rank so far: ``name``, ``algorithm``, ``nbytes`` of a call, ``calls``, and
         seconds if some were timed: `RunSummary.collectives`."""
@@ -50,6 +47,11 @@ class GradientSum:
     def wrap(self, replica: nn.Module) -> nn.Module:
         """Wraps the model-with-loss module (as DDP does). The wrapped module maps a micro-batch to its summed loss."""
         return replica
+
+    def hooked_in(self, passes: int) -> Sequence[nn.Parameter]:
+        """Returns the parameters whose hooks wait for the end of a step of so many passes, because each pass, or each
+        rank, has a part of the gradient."""
+        return ()
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """Context for forward and backward of one micro-batch. Gradients are synchronized in the ``last`` one."""
@@ -186,6 +188,9 @@ class SynchronizerAround(Synchronizer):
 
     def forward(self) -> AbstractContextManager[Any]:
         return self._inner.forward()
+
+    def hooked_in(self, passes: int) -> Sequence[nn.Parameter]:
+        return self._inner.hooked_in(passes)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         return self._inner.micro_batch(last)

@@ -387,6 +387,9 @@ class AsynchronousSynchronizer(NoSync):
         self.holds_all = servers == 1  # with more, a death takes a part of the weights with it
         self.words = f"{where}, those of {terms.buffer} samples for an update{more}"
 
+    def hooked_in(self, passes: int) -> tuple[()]:
+        return ()  # a rank gives its own gradients to the server
+
     def sum_gradients(self, parameters: object) -> None:
         raise ConfigurationError(
             f"strategy {self._learner.name!r} gives ranks samples as they become free, and a loop of your own asks for "

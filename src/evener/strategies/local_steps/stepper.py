@@ -315,6 +315,9 @@ class LocalSynchronizer(SynchronizerAround):
     def words(self) -> str:  # type: ignore[override]
         return "none: one rank" if self.stepper is None else self.stepper.merge.words
 
+    def hooked_in(self, passes: int) -> Sequence[torch.nn.Parameter]:
+        return ()  # a rank steps with its own gradients
+
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         raise ConfigurationError(
             f"strategy {self._learner.name!r} takes steps of its own between two merges, and a loop of your own asks "

@@ -66,7 +66,7 @@ class ManualStep:
                 "precision fp16 goes with engine.step(batch), which scales the loss and leaves updates out whose "
                 "gradients overflow; in a loop of your own use bf16, which needs neither"
             )
-        if hooked := self._learner.synchronizer.hooked:
+        if hooked := self._learner.synchronizer.hooked_in(1):
             raise ConfigurationError(
                 f"{self._learner.names[hooked[0]]} has a hook on its gradient, which backward() would call with the "
                 "part of this rank, before update() sums the parts: take the steps with engine.step(batch), or use "
