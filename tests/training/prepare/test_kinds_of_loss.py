@@ -295,6 +295,16 @@ def with_a_constant(model: nn.Module, loss: Any, batch: Any) -> Tensor:
     return found
 
 
+def beside(o: Tensor, weights: Tensor) -> Tensor:
+    return contrastive(o, weights) + torch.cdist(o.flatten(1)[:, :LENGTH], weights).sum(1).max()
+
+
+def of_weights(model: Any, loss: Any, batch: Any) -> Tensor:
+    """As many rows of a weight as a rank of equal shares has samples."""
+    found: Tensor = loss(model(batch[0]), model.first.weight[:3])
+    return found
+
+
 def of_several(model: nn.Module, loss: Any, batch: Any) -> Tensor:
     found = loss({"logits": model(batch[0])}, batch[1])
     total: Tensor = found["words"] + 0.1 * found["root"]
@@ -322,6 +332,7 @@ KINDS: tuple[tuple[Any, Step], ...] = (
     (lambda a, b, c: F.gaussian_nll_loss(a, b, c).sqrt(), of_variances),
     (nn.CTCLoss(zero_infinity=True), of_sequences),
     (nn.CrossEntropyLoss(reduction="sum"), with_a_constant),
+    (beside, of_weights),
     (several, of_several),
     (several_of_no_sums, of_several),
 )

@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -132,12 +133,14 @@ class OverAll:
 
     def _of_rows(self, args: Any, kwargs: Any) -> Any:
         """Computes the function on each rank from the rows of all ranks."""
-        place, current_batch, rows = self._place, self._place.current_batch(""), rows_in((args, kwargs))
+        place, current_batch = self._place, self._place.current_batch("")
+        held = _memory_of(place.learner.model)
+        rows = rows_in([leaf for leaf in leaves_of((args, kwargs)) if _address(leaf) not in held])
         refuse_divided(f"{_name(self.function)} is no sum or mean over positions", current_batch)
-        shares = self._rows_of_ranks((args, kwargs), rows)
+        shares = self._rows_of_ranks((args, kwargs), rows, held)
 
         def whole(leaf: Any) -> Any:
-            return gathered(leaf, shares, place) if _has_rows(leaf, rows) else leaf
+            return gathered(leaf, shares, place) if _has_rows(leaf, rows, held) else leaf
 
         of_all = map_leaves(whole, (args, kwargs))
         with place.random.drawn():
@@ -164,17 +167,22 @@ class OverAll:
         if number is not None and number.requires_grad:
             self._place.later.check(known, plain_of(number).detach())
 
-    def _rows_of_ranks(self, given: Any, rows: int) -> list[int]:
+    def _rows_of_ranks(self, given: Any, rows: int, held: Collection[int]) -> list[int]:
         """Returns the number of rows that count of each part of the batch. A collective call.
+
+        Args:
+            held: What :func:`_memory_of` returns.
 
         Raises:
             LossError: On all ranks, if their rows do not make one batch.
         """
         place, current_batch = self._place, self._place.current_batch("")
         kinds = [
-            (str(leaf.dtype), tuple(leaf.shape[1:])) for leaf in leaves_of(given) if _has_rows(leaf, rows)
+            (str(leaf.dtype), tuple(leaf.shape[1:]))
+            for leaf in leaves_of(given)
+            if _has_rows(leaf, rows, held)
         ]
-        others = [plain_of(leaf) for leaf in leaves_of(given) if not _has_rows(leaf, rows)]
+        others = [plain_of(leaf) for leaf in leaves_of(given) if not _has_rows(leaf, rows, held)]
         on_device = [leaf for leaf in others if place.later.is_late(leaf)]
         of_host = [f"{leaf.dtype} {leaf.shape}" if place.later.is_late(leaf) else leaf for leaf in others]
         fits = bool(rows) and not current_batch.dim and not rows % len(current_batch.micro.samples)
@@ -251,8 +259,20 @@ def _exact_or_none(function: Any) -> Loss | None:
         return None
 
 
-def _has_rows(leaf: Any, rows: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows
+def _has_rows(leaf: Any, rows: int, held: Collection[int] = ()) -> bool:
+    """Returns True if a tensor has so many rows, and is none of the model's own, which may have as many."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows and _address(leaf) not in held
+
+
+def _memory_of(model: nn.Module) -> set[int]:
+    """Returns the addresses of the model's parameters and buffers."""
+    return {_address(each) for each in (*model.parameters(), *model.buffers())} - {0}
+
+
+def _address(leaf: Any) -> int:
+    """Returns where the memory of a tensor begins; 0 if that is unknown."""
+    plain = plain_of(leaf) if isinstance(leaf, Tensor) else None
+    return 0 if plain is None or plain.layout is not torch.strided else plain.untyped_storage().data_ptr()
 
 
 def _first_number(made: Any) -> Tensor | None:
