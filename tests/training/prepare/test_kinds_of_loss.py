@@ -332,7 +332,6 @@ KINDS: tuple[tuple[Any, Step], ...] = (
     (lambda a, b, c: F.gaussian_nll_loss(a, b, c).sqrt(), of_variances),
     (nn.CTCLoss(zero_infinity=True), of_sequences),
     (nn.CrossEntropyLoss(reduction="sum"), with_a_constant),
-    (beside, of_weights),
     (several, of_several),
     (several_of_no_sums, of_several),
 )
@@ -344,6 +343,10 @@ KINDS: tuple[tuple[Any, Step], ...] = (
 )
 def test_a_loss_is_used_as_on_one_device(ranks: Any, loss: Any, step: Step, balance: str) -> None:
     check(ranks, loss, step, balance)
+
+
+def test_a_weight_is_no_row_of_samples(ranks: Any) -> None:
+    check(ranks, beside, of_weights, "equal")
 
 
 def over_all_samples(model: nn.Module, loss: Any, batch: Any) -> Tensor:
