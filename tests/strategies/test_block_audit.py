@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from evener.checkpoint import weights_digest
 from evener.core.config.run_config import RunConfig
@@ -51,20 +52,23 @@ def trained(
         return weights_digest(engine.model), message, named, 0 if audit is None else audit.blocks
 
 
-def flipping(engine: Engine) -> AbstractContextManager[None]:
+@contextmanager
+def flipping(engine: Engine) -> Iterator[None]:
     """Changes one bit of one number of a gradient, in one backward pass of the third step."""
 
-    def flipped(gradient: Tensor) -> Tensor | None:
+    def flipped(gradients: tuple[Tensor, ...]) -> tuple[Tensor] | None:
         if engine.steps_done != 2 or flipped.done:  # type: ignore[attr-defined]
             return None
         flipped.done = True  # type: ignore[attr-defined]
-        changed = gradient.clone()
+        changed = gradients[0].clone()
         changed.view(torch.int32).view(-1)[7] ^= 1 << 30
-        return changed
+        return (changed,)
 
     flipped.done = False  # type: ignore[attr-defined]
-    engine.model.first.weight.register_hook(flipped)
-    return nullcontext()
+    node = get_gradient_edge(engine.model.first.weight).node  # a hook on the weight waits for the sum
+    node.register_prehook(flipped)
+    yield
+    del node  # which lives as long as somebody holds it
 
 
 def wrong_products(engine: Engine) -> Any:

@@ -185,7 +185,7 @@ def test_what_cannot_be_written_ends_no_run_but_at_the_start(
     metrics = MetricsFile(path, said.append)
     metrics.start(START)
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     before = path.read_text()
