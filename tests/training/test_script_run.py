@@ -71,11 +71,13 @@ def test_a_plain_script_leaves_a_run_directory(script: Path, tmp_path: Path) -> 
     assert [step["step"] for step in steps] == list(range(12))
     for step in steps[1:]:
         assert step["shares"] == [2, 2]
-        assert step["compute_seconds"][1] > 0.02 > step["compute_seconds"][0]
-        assert step["wait_seconds"][0] > step["wait_seconds"][1]
+        assert step["compute_seconds"][1] > 0.02
         assert 0 < step["loss"] < 10
         assert step["lr"] == 0.1
         assert min(*step["memory_held"], *step["memory_peak"]) > 1 << 20
+    assert min(step["compute_seconds"][0] for step in steps[1:]) < 0.02
+    waited = [[step["wait_seconds"][rank] for step in steps[1:]] for rank in (0, 1)]
+    assert sum(waited[0]) > sum(waited[1])
     (evaluation,) = records_in(run_dir, "evaluation")
     assert (evaluation["step"], evaluation["metrics"]) == (6, {})
     assert evaluation["seconds"] > 0.04
