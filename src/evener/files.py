@@ -183,7 +183,7 @@ def _behind_link(path: Path) -> Path:
     Raises:
         OSError: If the link must not be followed.
     """
-    if not path.exists() or not path.is_symlink():
+    if not (path.is_symlink() and path.exists()):
         return path
     os.close(os.open(path, os.O_WRONLY))
     return Path(os.path.realpath(path))
@@ -195,13 +195,9 @@ def _is_written_into(path: Path) -> bool:
         mode = path.stat().st_mode
     except OSError:
         return False
-    kernel = os.path.abspath(path).startswith(("/dev/", "/proc/")) and not _is_shared_memory(path)
-    return not stat.S_ISDIR(mode) and (kernel or not stat.S_ISREG(mode))
-
-
-def _is_shared_memory(path: Path) -> bool:
-    """Returns True if ``path`` is in the file system of ``/dev/shm``, which has plain files."""
-    return os.path.abspath(path).startswith("/dev/shm/")
+    place = os.path.abspath(path)
+    is_of_kernel = place.startswith(("/dev/", "/proc/")) and not place.startswith("/dev/shm/")  # plain files
+    return not stat.S_ISDIR(mode) and (is_of_kernel or not stat.S_ISREG(mode))
 
 
 def replace_text(path: Path, text: str, *, follow: bool = False) -> None:

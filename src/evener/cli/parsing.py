@@ -87,10 +87,9 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         rest: list[str] = []
         for word in args or ():
-            if (
-                word.endswith("=--") and word[:-3] in self.options
-            ):  # argparse would take the value for a separator
-                self.error(f"argument {word[:-3]}: expected one argument")
+            name, has_value, value = word.partition("=")
+            if has_value and value == "--" and name in self.options:  # argparse drops such a value
+                self.error(f"argument {name}: expected one argument")
         if self.rest and "--" in args:
             args, rest = args[: args.index("--")], args[args.index("--") + 1 :]
         found, strange = super().parse_known_args(args, namespace)

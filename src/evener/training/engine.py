@@ -205,7 +205,7 @@ class Engine:
             elapsed = learner.stepper.elapsed(learner.work_timer.elapsed())
             self.times.input += outcome.input_seconds
             forget = sync.post(step, outcome, self._upcoming, next_count, elapsed, self.feed.input_seconds)
-            if sync.buffers_changed:  # before the update: a death in that is no loss
+            if sync.buffers_changed:  # before the update: if a rank dies in it, no other waits for buffers
                 share_buffers(learner, batch)
             learner.update(forget, number, partial(self.guard.passes, step))
         step.lr = float(learner.optimizer.param_groups[0]["lr"])

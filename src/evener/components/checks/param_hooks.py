@@ -1,5 +1,5 @@
-"""Refuses hooks that a model's constructor has registered on parameters, if they would not be called with the whole
-gradient: where shards replace these parameters, or copies stand beside them."""
+"""Refuses hooks that a model's constructor has registered on parameters, if shards replace these parameters, or copies
+of the model compute a part of the gradient: nobody would call the hooks with the whole gradient."""
 
 from __future__ import annotations
 

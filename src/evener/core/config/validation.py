@@ -37,8 +37,7 @@ def check_settings(names: Iterable[str], known: Collection[str]) -> None:
 
 
 def at_least(name: str, value: int | None, least: int) -> None:
-    """Raises ConfigurationError if ``value`` is not an integer of at least ``least``, or has more than 64 bits. Accepts
-    None."""
+    """Raises ConfigurationError if ``value`` is not an integer from ``least`` to ``sys.maxsize``. Accepts None."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

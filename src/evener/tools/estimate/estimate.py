@@ -175,7 +175,7 @@ def _notes(config: RunConfig, kind: str, found: list[RankPeak]) -> list[str]:
         )
     if config.cuda_graphs != "off" and kind == "cuda":
         notes.append(
-            f"cuda_graphs={config.cuda_graphs} takes up to {size_words(_of_graphs(found))} more, for the activations "
+            f"cuda_graphs={config.cuda_graphs} takes about {size_words(_of_graphs(found))} more, for the activations "
             "and gradients of a recorded pass and two copies of these gradients while it is compared; where there is "
             "no room, the run goes on without graphs"
         )
