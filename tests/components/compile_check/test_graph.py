@@ -4,37 +4,27 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
-import evener
 from evener.components.compile import Compiling, Graphs
 from evener.components.compile_check import graph as graphs_of
 from evener.components.compile_check.difference import GraphComparison, limit
-from evener.components.compile_check.eager_graph import plain_graph, recomputed
+from evener.components.compile_check.eager_graph import plain_graph
 from evener.components.compile_check.graph import GraphFinding, findings_text
-from evener.components.compile_check.trial import Inputs, disturbed, trial
+from evener.components.compile_check.trial import Inputs, trial
 from evener.core.config.run_config import RunConfig
-from evener.errors import ConfigurationError, DivergenceError
-from evener.nn.fqn import clean_name
-from evener.torch_internals.compiling import compiled_so_far
+from evener.errors import ConfigurationError
 from evener.torch_internals.dispatch import fake_mode, is_fake
-from evener.training.engine import Engine
 from evener.training.reporting.terminal import _graphs_text
 from tests import tasks
-from tests.comparing import worst
-from tests.components.compile_check import wrong_code
 from tests.components.test_compile import Tower
 from tests.strategies import sentences, test_experts
-from tests.tiers import ALWAYS, NIGHTLY, SLOW, Tier, crossed, spread
-from tests.training.prepare.running import with_settings
+from tests.tiers import ALWAYS, NIGHTLY, Tier, crossed, spread
 from tests.zoo.text import gpt
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
@@ -53,14 +43,6 @@ class Block(nn.Module):
 def blocks() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(Block(), Block(), nn.Linear(6, 3))
-
-
-@pytest.fixture(autouse=True)
-def _anew() -> Iterator[None]:
-    wrong_code.register()
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def said(graphs: Graphs, **others: Any) -> list[str]:
@@ -215,61 +197,6 @@ def test_what_draws_some_other_random_numbers_is_unknown_and_what_is_scaled_besi
     assert not comparison.by_chance
 
 
-class Recomputed(nn.Module):
-    """A block that is computed again in backward, and draws random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def once(self, x: Tensor) -> Tensor:
-        return x + nn.functional.dropout(torch.tanh(self.linear(x)), 0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(self.once, x, use_reentrant=False)
-        return found
-
-
-def recomputed_blocks() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(Recomputed(), Recomputed(), nn.Linear(6, 3)).double()
-
-
-def test_a_block_that_is_recomputed_in_backward_is_compared_with_what_the_model_computes() -> None:
-    """The captured graph by itself would draw other random numbers in backward."""
-    plain, model = recomputed_blocks(), recomputed_blocks()
-    graphs = Compiling("blocks", backend="aot_eager").apply(model, "cpu")
-    assert worst(dict(enumerate(computed(plain))), dict(enumerate(computed(model)))) <= 1e-12
-    assert not said(graphs)
-
-
-def test_wrong_code_of_a_block_that_is_recomputed_is_found_and_the_model_computed() -> None:
-    plain, model = recomputed_blocks(), recomputed_blocks()
-    graphs = Compiling("blocks", backend="without_weights").apply(model, "cpu")
-    assert all(map(torch.equal, computed(plain), computed(model)))
-    assert NAMED["without_weights"] in said(graphs)[0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128], ids=str)
-def test_rounding_is_measured_inside_of_what_is_recomputed(dtype: torch.dtype) -> None:
-    """Each of ten products, and not their result alone."""
-
-    def deep(x: Tensor) -> Tensor:
-        for _ in range(10):
-            x = 1.1 * x
-        return x
-
-    nodes = fx.Graph()
-    x = nodes.placeholder("x")
-    nodes.output((nodes.call_function(recomputed, (nodes.get_attr("body"), x)),))
-    root = nn.Module()
-    root.body = fx.symbolic_trace(deep)
-    graph, eps = fx.GraphModule(root, nodes), torch.finfo(dtype).eps
-    inputs = Inputs([torch.ones(500, dtype=dtype)])
-    (plain,), (moved,) = trial(graph, inputs).outputs, disturbed(graph, inputs, 0).outputs
-    assert 2.5 * eps < float((moved - plain).norm() / plain.norm()) < 5 * eps
-
-
 def test_a_graph_of_another_algorithm_is_not_compared() -> None:
     made: list[fx.GraphModule] = []
 
@@ -396,132 +323,6 @@ def test_it_may_be_left_out() -> None:
         RunConfig(compile="auto", compile_check="maybe")
 
 
-class Doubling(nn.Module):
-    """A function in its forward pass is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 3)
-        self.twice = torch.compile(lambda x: 2 * x, backend="scaled")
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.linear(self.twice(x))
-        return outputs
-
-
-def compiled_by_itself() -> Any:
-    return torch.compile(Tower(), backend="without_weights")
-
-
-def compiled_in_place() -> nn.Module:
-    model = Tower()
-    model.compile(backend="scaled")
-    return model
-
-
-@pytest.mark.parametrize(
-    ("model", "named"),
-    [
-        (compiled_by_itself, "the gradient of heads.one.weight is 100 % off"),
-        (compiled_in_place, "is 1 % off"),
-        (Doubling, "output 0 is 1 % off"),
-    ],
-)
-def test_what_the_task_itself_compiles_is_compared(model: Any, named: str) -> None:
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        with Engine(tasks._task(model=model), device="cpu", dtype="float64", steps=3) as engine:
-            list(map(engine.step, engine.batches()))
-            found = {clean_name(name): value.clone() for name, value in engine.learner.tensors().items()}
-    (words,) = [str(each.message) for each in seen if "compile:" in str(each.message)]
-    assert "In what the task itself compiles (rank 0): " in words
-    assert named in words
-    if model is not Doubling:
-        assert worst(trained("tower")[0], found) <= 1e-12
-
-
-def test_a_run_may_be_ended_by_what_the_task_itself_compiles() -> None:
-    task = tasks._task(model=compiled_in_place)
-    with (
-        Engine(task, device="cpu", compile_check="stop") as engine,
-        pytest.raises(DivergenceError, match="In what the task itself compiles"),
-    ):
-        list(map(engine.step, engine.batches()))
-
-
-def test_what_others_compile_after_a_run_is_left_alone() -> None:
-    with Engine(tasks.plain(), device="cpu", steps=1) as engine:
-        list(map(engine.step, engine.batches()))
-    outputs = torch.compile(lambda x: x + 1, backend="scaled")(torch.ones(3))
-    assert torch.equal(outputs, torch.full((3,), 2.0) * 1.01)
-
-
-def prepared(compile_first: bool) -> list[str]:
-    """A loop of the user's own, which compiles its model before or after it is prepared."""
-    wrong_code.register()
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    data = DataLoader(TensorDataset(tasks.draws(20, 6), tasks.classes(20, 3)), batch_size=5)
-    model: Any = Tower()
-    with with_settings(), warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        model = torch.compile(model, backend="scaled") if compile_first else model
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer, data, loss = evener.prepare(model, optimizer, data, nn.CrossEntropyLoss())
-        model = model if compile_first else torch.compile(model, backend="scaled")
-        for x, y in data:
-            optimizer.zero_grad()
-            loss(model(x), y).backward()
-            optimizer.step()
-    return [str(each.message) for each in seen if "compile:" in str(each.message)]
-
-
-@pytest.mark.parametrize("compile_first", spread([True, False], NIGHTLY, ALWAYS))
-def test_what_a_loop_of_ones_own_compiles_is_compared(ranks: Any, compile_first: bool) -> None:
-    first, second = ranks(2).run(prepared, compile_first)
-    assert not second
-    assert "In what the task itself compiles (rank 0, 1): " in first[0]
-
-
-class Dropping(nn.Module):
-    """Blocks with masks by sample, each of which is called twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        inner = lambda: nn.Sequential(nn.Linear(6, 6), evener.nn.Dropout(0.4), nn.Tanh())  # noqa: E731
-        self.blocks = nn.ModuleList(inner() for _ in range(2))
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in (*self.blocks, *self.blocks):
-            x = block(x)
-        outputs: Tensor = self.head(x)
-        return outputs
-
-
-@pytest.mark.parametrize(
-    ("code", "recompute"),
-    crossed(["right", "without_weights"], [None, "blocks"], lambda _: (NIGHTLY, ALWAYS)),
-)
-def test_masks_by_sample_are_those_of_the_plain_model(code: str, recompute: str | None) -> None:
-    """A trial is no call of a layer, so that the layers' masks are those of the calls that count."""
-
-    def weights(**settings: Any) -> dict[str, Tensor]:
-        task = tasks._task(model=Dropping)
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            with Engine(task, device="cpu", dtype="float64", steps=3, **settings) as engine:
-                list(map(engine.step, engine.batches()))
-                found = {name: value.clone() for name, value in engine.learner.tensors().items()}
-        assert any("compile:" in str(each.message) for each in seen) == (
-            settings.get("compile_backend") == "without_weights"
-        )
-        return found
-
-    compiled = weights(compile="blocks", compile_backend=code, recompute=recompute)
-    assert worst(weights(), compiled) <= 1e-12
-
-
 def test_a_call_without_numbers_is_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """DDP divides a graph into pieces, and calls each with fake tensors before it is compiled."""
     nodes = fx.Graph()
@@ -554,105 +355,3 @@ TASKS: dict[str, Any] = {
     "sentences": sentences.task,
     "experts": test_experts.task,
 }
-Found = tuple[dict[str, Tensor], list[str], list[str]]
-
-
-def trained(name: str, **settings: Any) -> Found:
-    """Weights after some steps, what runs uncompiled, and what the rank warned of."""
-    wrong_code.register()
-    torch.compiler.reset()
-    settings = {"dtype": "float64", "steps": 3, **settings}
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        with Engine(TASKS[name](), device="cpu", **settings) as engine:
-            list(map(engine.step, engine.batches()))
-            weights = {name: value.clone() for name, value in engine.learner.tensors().items()}
-            uncompiled = engine.learner.graphs.uncompiled
-    return weights, uncompiled, [str(each.message) for each in seen if "compile:" in str(each.message)]
-
-
-def check(ranks: Any, name: str, world: int, code: str, how: str = "blocks", **settings: Any) -> None:
-    (plain, _, _) = trained(name)
-    found = ranks(world).run(trained, name, compile=how, compile_backend=code, **settings)
-    wrong = ["the model"] if how == "whole" else found[0][1]
-    for rank, (weights, uncompiled, words) in enumerate(found):
-        assert worst(plain, weights) <= 1e-10
-        assert uncompiled == wrong
-        assert len(words) == (rank == 0)
-    assert all((block if how != "whole" else "the whole model") in found[0][2][0] for block in wrong)
-    assert wrong
-
-
-def test_ranks_compute_the_same_blocks_uncompiled(ranks: Any) -> None:
-    """The code is wrong for rank 0's ten samples and not for the three of rank 1."""
-    check(ranks, "tower", 2, "scaled_from_5", balance="3,1")
-
-
-def stopped(**settings: Any) -> str:
-    with pytest.raises(DivergenceError) as raised:
-        trained("tower", compile="blocks", compile_check="stop", **settings)
-    return str(raised.value)
-
-
-def test_a_run_may_be_ended_by_it_on_all_ranks_alike(ranks: Any) -> None:
-    first, second = ranks(2).run(stopped, compile_backend="scaled_from_5", balance="3,1")
-    assert first == second
-    assert "In blocks.0, blocks.1, blocks.2 (rank 0): " in first
-
-
-def later(code: str) -> tuple[list[str], list[str]]:
-    """A rank comes to the size for which the code is wrong when the first steps are over."""
-    wrong_code.register()
-    torch.compiler.reset()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        task = tasks._task(model=Tower, batch_size=4)
-        settings: dict[str, Any] = {"compile": "blocks", "compile_backend": code, "balance": "3,1"}
-        with Engine(task, device="cpu", steps=4, **settings) as engine:
-            list(map(engine.step, engine.batches()))
-            before = engine.learner.graphs.uncompiled
-            engine.evaluate()
-    assert any("compile:" in str(each.message) for each in seen) == (engine.session.rank == 0)
-    return before, engine.learner.graphs.uncompiled
-
-
-def test_what_evaluation_finds_is_known_to_all(ranks: Any) -> None:
-    for before, after in ranks(2).run(later, "scaled_without_gradients"):
-        assert before == []
-        assert after == ["blocks.0", "blocks.1", "blocks.2"]
-
-
-EVERYWHERE: list[tuple[str, int, str, str, dict[str, Any]]] = [
-    ("tower", 1, "scaled", "blocks", {"strategy": "single"}),
-    ("tower", 2, "without_weights", "whole", {"strategy": "ddp"}),
-    ("tower", 2, "scaled", "blocks", {"strategy": "sharded", "strategy_option": ("zero=1",)}),
-    ("tower", 2, "without_inputs", "blocks", {"strategy": "sharded", "strategy_option": ("zero=2",)}),
-    ("tower", 2, "without_weights", "blocks", {"strategy": "sharded", "strategy_option": ("zero=3",)}),
-    ("gpt", 2, "without_weights", "blocks", {"strategy": "tensor"}),
-    ("tower", 2, "one_number", "blocks", {"strategy": "pipeline", "strategy_option": ("balance=equal",)}),
-    ("sentences", 2, "without_weights", "blocks", {"strategy": "context"}),
-    ("experts", 2, "scaled", "whole", {"strategy": "experts"}),
-    ("tower", 1, "without_inputs", "blocks", {"strategy": "data_parallel", "devices": "cpu:0,cpu:1"}),
-    ("tower", 1, "without_weights", "blocks", {"strategy": "layers", "devices": "cpu:0,cpu:1"}),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "world", "code", "how", "settings"),
-    spread(EVERYWHERE, SLOW, NIGHTLY),
-    ids=[str(each[-1]) for each in EVERYWHERE],
-)
-def test_it_is_found_under_every_strategy(
-    ranks: Any, name: str, world: int, code: str, how: str, settings: dict[str, Any]
-) -> None:
-    check(ranks, name, world, code, how, **settings)
-
-
-@pytest.mark.filterwarnings("ignore")  # of the compiler's own imports, and of this code
-@pytest.mark.parametrize("precision", spread([None, "bf16"], SLOW, NIGHTLY))
-def test_digits_learn_compiled_what_they_learn_uncompiled(precision: str | None) -> None:
-    """PyTorch 2.13 makes gradients of zero of these convolutions on a CPU, with which 0.92 is reached."""
-    with Engine("digits", device="cpu", epochs=6, compile="auto", precision=precision) as engine:
-        list(map(engine.step, engine.batches()))
-        assert engine.evaluate()["accuracy"] >= 0.98
-    assert compiled_so_far().graphs

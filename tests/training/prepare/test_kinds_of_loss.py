@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evener
-from evener.errors import DivergenceError, EvenerError
-from evener.training.prepare import prepare as preparing
 from evener.training.prepare.loss_kind import LossKind, way_of
-from tests.ids import placeless
 from tests.training.prepare.running import divided, with_settings
 
 WORDS, LENGTH, CLASSES = 5, 4, 3
@@ -349,64 +344,6 @@ def test_a_weight_is_no_row_of_samples(ranks: Any) -> None:
     check(ranks, beside, of_weights, "equal")
 
 
-def over_all_samples(model: nn.Module, loss: Any, batch: Any) -> Tensor:
-    """A sum over the samples of the batch, which one device counts by its length."""
-    count = evener.batch_size() if preparing.place_or_none() else len(batch[0])
-    found: Tensor = 0.5 * loss(model(batch[0]).flatten(0, 1), batch[1].flatten()) / count
-    return found
-
-
-def test_a_sum_is_divided_by_the_samples_of_all(ranks: Any) -> None:
-    check(ranks, nn.CrossEntropyLoss(reduction="sum"), over_all_samples)
-
-
-def of_a_function(model: nn.Module, _: Any, batch: Any) -> Tensor:
-    """Given as it is called, anew each time."""
-    o, y = model(batch[0]), batch[1]
-    if not preparing.place_or_none():
-        return contrastive(o, y) + masked(o, y)
-    found: Tensor = evener.global_mean(lambda o, y: contrastive(o, y) + masked(o, y), o, y)
-    return found
-
-
-def of_terms(model: nn.Module, _: Any, batch: Any) -> Tensor:
-    each = F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")[batch[1] != -100]
-    return evener.global_mean(each) if preparing.place_or_none() else each.mean()
-
-
-def of_all_rows(model: nn.Module, _: Any, batch: Any) -> Tensor:
-    """A loss that every rank computes from the features of all."""
-    made = model(batch[0])
-    return contrastive(evener.gather(made) if preparing.place_or_none() else made, made)
-
-
-def of_what_there_is(model: nn.Module, _: Any, batch: Any) -> Tensor:
-    """Of single samples, so that a rank may have none: a mean over nothing is NaN."""
-    x, y, _w = batch
-    mask = y[:, 0] == 1
-    each = F.cross_entropy(model(x).transpose(1, 2), y, reduction="none").sum(1)
-    value = (each * mask).sum() / mask.sum()
-    return evener.global_mean(value, mask.sum()) if preparing.place_or_none() else value
-
-
-def of_what_has_a_graph(model: nn.Module, _: Any, batch: Any) -> Tensor:
-    """A rank without such samples has a number that follows from nothing."""
-    x, y, _w = batch
-    mask, made = y[:, 0] == 1, model(x)
-    value = made[mask].square().mean() if mask.any() else torch.zeros((), dtype=x.dtype)
-    return evener.global_mean(value, mask.sum()) if preparing.place_or_none() else value
-
-
-OF_THE_LOOP: tuple[Step, ...] = (of_what_there_is, of_a_function, of_terms, of_what_has_a_graph, of_all_rows)
-
-
-@pytest.mark.parametrize(
-    ("step", "balance"), divided(((each.__name__, (each,)) for each in OF_THE_LOOP), DIVISIONS)
-)
-def test_what_the_loop_computes_itself_is_that_of_one_device(ranks: Any, step: Step, balance: str) -> None:
-    check(ranks, words, step, balance)
-
-
 def test_a_function_of_sums_is_not_computed_from_the_rows_of_all() -> None:
     """Which would be right, and take the memory of all ranks' outputs on each."""
     x, y, _ = data()[:6]
@@ -445,123 +382,3 @@ def test_trying_a_function_leaves_generators_and_its_own_numbers_alone() -> None
 
 
 # Refusals
-
-
-def by_own_length(model: nn.Module, loss: Any, batch: Any) -> Tensor:
-    found: Tensor = loss(model(batch[0]).flatten(0, 1), batch[1].flatten()) / len(batch[0])
-    return found
-
-
-def by_own_words(model: nn.Module, loss: Any, batch: Any) -> Tensor:
-    """A number from outside of the function."""
-    x, y, _ = batch
-    count = float((y != -100).sum()) + 0.5
-    found: Tensor = evener.global_mean(
-        lambda o, y: F.cross_entropy(o.transpose(1, 2), y, reduction="sum") / count, model(x), y
-    )
-    return found
-
-
-def by_a_length_from_outside(model: nn.Module, loss: Any, batch: Any) -> Tensor:
-    x, y, _ = batch
-    found: Tensor = evener.global_mean(
-        lambda o, y: selected(o, y) * 0 + o.square().sum() / len(x), model(x), y
-    )
-    return found
-
-
-def of_the_hardest(model: nn.Module, loss: Any, batch: Any) -> Tensor:
-    each = loss(model(batch[0]).flatten(0, 1), batch[1].flatten())
-    found: Tensor = each.topk(2)[0].mean()
-    return found
-
-
-def of_ragged_rows(model: nn.Module, loss: Any, batch: Any) -> Tensor:
-    found: Tensor = loss(model(batch[0])[:, : 2 + evener.rank()].flatten(1), batch[1])
-    return found
-
-
-def of_no_rows(model: nn.Module, loss: Any, batch: Any) -> Tensor:
-    found: Tensor = loss(model(batch[0]).transpose(0, 1), batch[1])
-    return found
-
-
-def of_several_passes(model: nn.Module, loss: Any, batch: Any) -> Tensor:
-    """Nobody knows which of two passes a number without a graph stands for."""
-    made = model(batch[0]), model(batch[0] + 1)
-    found: Tensor = evener.global_mean(
-        made[0].mean() if evener.rank() else torch.zeros(()).double(), 2 - evener.rank()
-    )
-    return found
-
-
-REFUSED: tuple[tuple[Any, Step, str, str], ...] = (
-    (
-        nn.CrossEntropyLoss(reduction="sum"),
-        by_own_length,
-        "equal",
-        "is a sum over the samples of all ranks, and is divided by 3.*evener.batch_size",
-    ),
-    (
-        nn.CrossEntropyLoss(reduction="sum"),
-        by_own_length,
-        "2,1",
-        "backward was called on .* is divided by evener.batch_size",
-    ),
-    (words, by_own_words, "2,1", "came to different values of the loss.*, .* on rank 0"),
-    (words, by_a_length_from_outside, "equal", "is divided by 3.*, which is how many rank"),
-    (nn.CrossEntropyLoss(reduction="none"), of_the_hardest, "2,1", "went through no prepared loss"),
-    (
-        lambda o, y: (o @ o.T).logsumexp(1).mean(),
-        of_ragged_rows,
-        "2,1",
-        "rows of all ranks, which are not of one",
-    ),
-    (contrastive, of_no_rows, "equal", "has no row for each of a rank's samples"),
-    (words, of_several_passes, "2,1", "the loss of rank 0 follows from none of its model's outputs"),
-)
-
-
-def refusal(loss: Any, step: Step, balance: str) -> str:
-    try:
-        together(loss, step, balance)
-    except EvenerError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-@pytest.mark.parametrize(
-    ("loss", "step", "balance", "words"), REFUSED, ids=[f"{step.__name__}-{b}" for _, step, b, _ in REFUSED]
-)
-def test_what_cannot_be_made_right_is_refused(
-    ranks: Any, loss: Any, step: Step, balance: str, words: str
-) -> None:
-    for message in ranks(2).run(refusal, loss, step, balance):
-        assert re.search(words, message), message
-
-
-def epoch_sum(balance: str) -> list[str]:
-    """A mean times what one rank has, as an epoch's sum is often taken."""
-    with with_settings(balance=balance), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        loss, loader, model = evener.prepare(nn.MSELoss(), DataLoader(data(), batch_size=6), Model().double())
-        for x, _, weight in loader:
-            value = loss(model(x).mean((1, 2)), weight)
-            value.detach() * evener.batch_size()
-            value.detach() * len(x)
-        return [str(each.message) for each in caught]
-
-
-def test_a_mean_times_the_samples_of_one_rank_is_told(ranks: Any) -> None:
-    for said in ranks(2).run(epoch_sum, "2,1"):
-        assert any("multiplied by" in each and "evener.batch_size()" in each for each in said), said
-
-
-@pytest.mark.parametrize("function", [words, contrastive], ids=placeless)
-def test_a_loss_that_is_not_finite_ends_the_loop_alone_too(function: Any) -> None:
-    with with_settings():
-        loss, loader, model = evener.prepare(function, DataLoader(data(), batch_size=6), Model().double())
-        for x, y, _ in loader:
-            with pytest.raises(DivergenceError, match="the loss is nan in step 0"):
-                loss(model(x) * torch.nan, y)
-            break

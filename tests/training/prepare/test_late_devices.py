@@ -29,7 +29,9 @@ from evener.training.prepare import late_checks, zero_loss
 from evener.training.prepare.replicas import LoopReplicas
 from tests.ids import placeless
 from tests.training.prepare import test_kinds_of_loss as kinds
+from tests.training.prepare import test_losses_of_a_loop as of_a_loop
 from tests.training.prepare import test_prepare, test_silent_errors, test_strategies
+from tests.training.prepare import test_refused_losses as refused_losses
 from tests.training.prepare.running import (
     Loop,
     Weights,
@@ -88,7 +90,7 @@ def of_any_kind(loss: Any, step: kinds.Step, balance: str) -> Any:
         (
             *((each.__name__, (each, kinds.of_words)) for each in kinds.FUNCTIONS),
             *((f"{n}-{each[1].__name__}", each) for n, each in enumerate(kinds.KINDS)),
-            *((each.__name__, (kinds.words, each)) for each in kinds.OF_THE_LOOP),
+            *((each.__name__, (kinds.words, each)) for each in of_a_loop.OF_THE_LOOP),
         ),
         ("0,1",),
     ),
@@ -289,7 +291,7 @@ def test_what_is_wrong_is_told(ranks: Any, loop: Any, words: str) -> None:
 
 def told_of_a_loss(loss: Any, step: kinds.Step, balance: str) -> str:
     with lateness():
-        return kinds.refusal(loss, step, balance)
+        return refused_losses.refusal(loss, step, balance)
 
 
 def by_own_samples(model: nn.Module, loss: Any, batch: Any) -> Tensor:
@@ -322,7 +324,7 @@ WORDS_OF_A_SUM = "is a sum over the samples of all ranks, and is divided by 3.*,
 @pytest.mark.parametrize(
     ("loss", "step", "balance", "words"),
     [
-        *kinds.REFUSED,
+        *refused_losses.REFUSED,
         (nn.CrossEntropyLoss(reduction="sum"), by_own_samples, "equal", f"{WORDS_OF_A_SUM}"),
         (
             hardest_times,
@@ -342,7 +344,7 @@ def test_what_is_wrong_with_a_loss_is_told(
 
 def times_own(balance: str) -> list[str]:
     with lateness():
-        return kinds.epoch_sum(balance)
+        return refused_losses.epoch_sum(balance)
 
 
 def test_a_mean_times_the_samples_of_one_rank_is_told(ranks: Any) -> None:

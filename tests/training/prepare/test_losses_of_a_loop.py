@@ -1,0 +1,73 @@
+"""What a loop computes itself beside its prepared losses is that of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import evener
+from evener.training.prepare import prepare as preparing
+from tests.training.prepare.running import divided
+from tests.training.prepare.test_kinds_of_loss import DIVISIONS, Step, check, contrastive, masked, words
+
+
+def over_all_samples(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    """A sum over the samples of the batch, which one device counts by its length."""
+    count = evener.batch_size() if preparing.place_or_none() else len(batch[0])
+    found: Tensor = 0.5 * loss(model(batch[0]).flatten(0, 1), batch[1].flatten()) / count
+    return found
+
+
+def test_a_sum_is_divided_by_the_samples_of_all(ranks: Any) -> None:
+    check(ranks, nn.CrossEntropyLoss(reduction="sum"), over_all_samples)
+
+
+def of_a_function(model: nn.Module, _: Any, batch: Any) -> Tensor:
+    """Given as it is called, anew each time."""
+    o, y = model(batch[0]), batch[1]
+    if not preparing.place_or_none():
+        return contrastive(o, y) + masked(o, y)
+    found: Tensor = evener.global_mean(lambda o, y: contrastive(o, y) + masked(o, y), o, y)
+    return found
+
+
+def of_terms(model: nn.Module, _: Any, batch: Any) -> Tensor:
+    each = F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")[batch[1] != -100]
+    return evener.global_mean(each) if preparing.place_or_none() else each.mean()
+
+
+def of_all_rows(model: nn.Module, _: Any, batch: Any) -> Tensor:
+    """A loss that every rank computes from the features of all."""
+    made = model(batch[0])
+    return contrastive(evener.gather(made) if preparing.place_or_none() else made, made)
+
+
+def of_what_there_is(model: nn.Module, _: Any, batch: Any) -> Tensor:
+    """Of single samples, so that a rank may have none: a mean over nothing is NaN."""
+    x, y, _w = batch
+    mask = y[:, 0] == 1
+    each = F.cross_entropy(model(x).transpose(1, 2), y, reduction="none").sum(1)
+    value = (each * mask).sum() / mask.sum()
+    return evener.global_mean(value, mask.sum()) if preparing.place_or_none() else value
+
+
+def of_what_has_a_graph(model: nn.Module, _: Any, batch: Any) -> Tensor:
+    """A rank without such samples has a number that follows from nothing."""
+    x, y, _w = batch
+    mask, made = y[:, 0] == 1, model(x)
+    value = made[mask].square().mean() if mask.any() else torch.zeros((), dtype=x.dtype)
+    return evener.global_mean(value, mask.sum()) if preparing.place_or_none() else value
+
+
+OF_THE_LOOP: tuple[Step, ...] = (of_what_there_is, of_a_function, of_terms, of_what_has_a_graph, of_all_rows)
+
+
+@pytest.mark.parametrize(
+    ("step", "balance"), divided(((each.__name__, (each,)) for each in OF_THE_LOOP), DIVISIONS)
+)
+def test_what_the_loop_computes_itself_is_that_of_one_device(ranks: Any, step: Step, balance: str) -> None:
+    check(ranks, words, step, balance)

@@ -1,0 +1,147 @@
+"""Losses that cannot be made those of one device are refused in words."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import evener
+from evener.errors import DivergenceError, EvenerError
+from tests.ids import placeless
+from tests.training.prepare.running import with_settings
+from tests.training.prepare.test_kinds_of_loss import (
+    Model,
+    Step,
+    contrastive,
+    data,
+    selected,
+    together,
+    words,
+)
+
+
+def by_own_length(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    found: Tensor = loss(model(batch[0]).flatten(0, 1), batch[1].flatten()) / len(batch[0])
+    return found
+
+
+def by_own_words(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    """A number from outside of the function."""
+    x, y, _ = batch
+    count = float((y != -100).sum()) + 0.5
+    found: Tensor = evener.global_mean(
+        lambda o, y: F.cross_entropy(o.transpose(1, 2), y, reduction="sum") / count, model(x), y
+    )
+    return found
+
+
+def by_a_length_from_outside(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    x, y, _ = batch
+    found: Tensor = evener.global_mean(
+        lambda o, y: selected(o, y) * 0 + o.square().sum() / len(x), model(x), y
+    )
+    return found
+
+
+def of_the_hardest(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    each = loss(model(batch[0]).flatten(0, 1), batch[1].flatten())
+    found: Tensor = each.topk(2)[0].mean()
+    return found
+
+
+def of_ragged_rows(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    found: Tensor = loss(model(batch[0])[:, : 2 + evener.rank()].flatten(1), batch[1])
+    return found
+
+
+def of_no_rows(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    found: Tensor = loss(model(batch[0]).transpose(0, 1), batch[1])
+    return found
+
+
+def of_several_passes(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    """Nobody knows which of two passes a number without a graph stands for."""
+    made = model(batch[0]), model(batch[0] + 1)
+    found: Tensor = evener.global_mean(
+        made[0].mean() if evener.rank() else torch.zeros(()).double(), 2 - evener.rank()
+    )
+    return found
+
+
+REFUSED: tuple[tuple[Any, Step, str, str], ...] = (
+    (
+        nn.CrossEntropyLoss(reduction="sum"),
+        by_own_length,
+        "equal",
+        "is a sum over the samples of all ranks, and is divided by 3.*evener.batch_size",
+    ),
+    (
+        nn.CrossEntropyLoss(reduction="sum"),
+        by_own_length,
+        "2,1",
+        "backward was called on .* is divided by evener.batch_size",
+    ),
+    (words, by_own_words, "2,1", "came to different values of the loss.*, .* on rank 0"),
+    (words, by_a_length_from_outside, "equal", "is divided by 3.*, which is how many rank"),
+    (nn.CrossEntropyLoss(reduction="none"), of_the_hardest, "2,1", "went through no prepared loss"),
+    (
+        lambda o, y: (o @ o.T).logsumexp(1).mean(),
+        of_ragged_rows,
+        "2,1",
+        "rows of all ranks, which are not of one",
+    ),
+    (contrastive, of_no_rows, "equal", "has no row for each of a rank's samples"),
+    (words, of_several_passes, "2,1", "the loss of rank 0 follows from none of its model's outputs"),
+)
+
+
+def refusal(loss: Any, step: Step, balance: str) -> str:
+    try:
+        together(loss, step, balance)
+    except EvenerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("loss", "step", "balance", "words"), REFUSED, ids=[f"{step.__name__}-{b}" for _, step, b, _ in REFUSED]
+)
+def test_what_cannot_be_made_right_is_refused(
+    ranks: Any, loss: Any, step: Step, balance: str, words: str
+) -> None:
+    for message in ranks(2).run(refusal, loss, step, balance):
+        assert re.search(words, message), message
+
+
+def epoch_sum(balance: str) -> list[str]:
+    """A mean times what one rank has, as an epoch's sum is often taken."""
+    with with_settings(balance=balance), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss, loader, model = evener.prepare(nn.MSELoss(), DataLoader(data(), batch_size=6), Model().double())
+        for x, _, weight in loader:
+            value = loss(model(x).mean((1, 2)), weight)
+            value.detach() * evener.batch_size()
+            value.detach() * len(x)
+        return [str(each.message) for each in caught]
+
+
+def test_a_mean_times_the_samples_of_one_rank_is_told(ranks: Any) -> None:
+    for said in ranks(2).run(epoch_sum, "2,1"):
+        assert any("multiplied by" in each and "evener.batch_size()" in each for each in said), said
+
+
+@pytest.mark.parametrize("function", [words, contrastive], ids=placeless)
+def test_a_loss_that_is_not_finite_ends_the_loop_alone_too(function: Any) -> None:
+    with with_settings():
+        loss, loader, model = evener.prepare(function, DataLoader(data(), batch_size=6), Model().double())
+        for x, y, _ in loader:
+            with pytest.raises(DivergenceError, match="the loss is nan in step 0"):
+                loss(model(x) * torch.nan, y)
+            break
