@@ -8,7 +8,7 @@ The plain loop is the one that one writes: a `DataLoader` with pinned memory, co
 the numbers are bfloat16, a fused AdamW, and no reading of the loss. Evener's engine watches, records and tells as ever.
 A turn is timed from one wait for the device to the next.
 
-python -m benchmarks.one_gpu [--turns 10] [--steps 20]
+python -m benchmarks.one_gpu [--turns 10] [--steps 20] [--only MLP]
 """
 
 from __future__ import annotations
@@ -164,9 +164,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--only", default="", help="measure only what has this in its name")
     arguments = parser.parse_args()
     with Session(device="cuda") as session:
-        found = {work.name: measure(work, session, arguments.turns, arguments.steps) for work in works()}
+        chosen = [work for work in works() if arguments.only in work.name]
+        found = {work.name: measure(work, session, arguments.turns, arguments.steps) for work in chosen}
     eager = {name: {kind: row[kind] for kind in row if kind != GRAPHS} for name, row in found.items()}
     graphs = {
         name: {kind: row[kind] for kind in (PLAIN, GRAPHS)} for name, row in found.items() if GRAPHS in row

@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 
-from evener.hardware.async_read import READERS, DeferredValue, Readout, ReadyValue, is_late, kept, read
+from evener.hardware.async_read import (
+    READERS,
+    AsyncCopyValue,
+    DeferredValue,
+    Readout,
+    ReadyValue,
+    is_late,
+    kept,
+    read,
+)
 
 
 def test_a_number_of_the_host_is_here() -> None:
@@ -78,3 +87,26 @@ def test_a_number_of_a_gpu_is_read_without_what_was_queued_after_it() -> None:
     busy = torch.cuda.current_stream().record_event()
     assert len(readout.values()) == 2
     assert not busy.query()
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_used_again_once_its_readout_is_gone() -> None:
+    """Never for two numbers at a time, and never that of a readout that nobody has read: the device may still write."""
+    first, second = (read(torch.full((3,), number, device="cuda")) for number in (1.0, 2.0))
+    assert isinstance(first, AsyncCopyValue)
+    assert isinstance(second, AsyncCopyValue)
+    places = first._copy.data_ptr(), second._copy.data_ptr()
+    assert (first.values(), second.values()) == ([1.0] * 3, [2.0] * 3)
+    del second
+    third = read(torch.full((3,), 3.0, device="cuda"))
+    assert isinstance(third, AsyncCopyValue)
+    assert third._copy.data_ptr() == places[1]
+    assert (first.values(), third.values()) == ([1.0] * 3, [3.0] * 3)
+    unread = read(torch.full((3,), 4.0, device="cuda"))
+    assert isinstance(unread, AsyncCopyValue)
+    place, holder = unread._copy.data_ptr(), unread._copy
+    del unread
+    later = read(torch.full((3,), 5.0, device="cuda"))
+    assert isinstance(later, AsyncCopyValue)
+    assert later._copy.data_ptr() != place
+    del holder

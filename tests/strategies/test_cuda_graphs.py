@@ -24,6 +24,7 @@ from evener.components.cuda_graphs.recorder import RECORDERS
 from evener.components.cuda_graphs.replays import Replays
 from evener.components.cuda_graphs.unfit import leaves_of
 from evener.core.task.task import Task
+from evener.errors import DivergenceError
 from evener.strategies.cuda_graphs import words_of_ranks
 from evener.training.engine import Engine
 from evener.training.reporting.terminal import summary_text
@@ -248,3 +249,31 @@ def test_a_gpu_trains_the_same_with_graphs(settings: dict[str, Any], rtol: float
     torch.testing.assert_close(losses, same, rtol=rtol, atol=rtol)
     assert not replays.reason, replays.reason
     assert replays.replayed > 8
+
+
+class Rooted(nn.Module):
+    """Its loss is finite where a gradient is not: at a gain of 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gain = convolutions(), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.layer(x) + self.gain.sqrt()
+        return scores
+
+
+@pytest.mark.gpu
+def test_a_gpu_names_a_gradient_that_is_not_finite_with_graphs() -> None:
+    """There the graphs compute what is looked at."""
+
+    def train(**settings: Any) -> str:
+        def spoil(made: Engine, step: int) -> None:
+            if step == 18:
+                made.model.gain.data.zero_()  # type: ignore[union-attr, operator]
+
+        with pytest.raises(DivergenceError, match="gain") as error:
+            trained(of_model(Rooted), spoil, device="cuda", **settings)
+        return str(error.value)
+
+    assert train() == train(**GRAPHS)

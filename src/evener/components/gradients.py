@@ -27,6 +27,7 @@ from evener.components.sharded_tensor.local import local
 from evener.errors import DivergenceError
 from evener.hardware.async_read import Readout, ReadyValue, is_late, kept
 from evener.torch_internals.foreach import FiniteCheck
+from evener.torch_internals.optimizers import largest
 from evener.torch_internals.storages import stored_values
 
 
@@ -166,11 +167,19 @@ class Unsound:
         self.found.append(ReadyValue(max(bad, default=0.0)))
         return ReadyValue(math.nan if bad else 0.0)
 
-    def of_late(self, found: Sequence[Tensor], places: Sequence[float]) -> Readout:
-        """Checks gradients on a device that runs behind the host, in one call; see :class:`LateNorms`."""
+    def of_late(
+        self, found: Sequence[Tensor], places: Sequence[float], known: Sequence[Tensor] | None = None
+    ) -> Readout:
+        """Checks gradients on a device that runs behind the host, in one call; see :class:`LateNorms`.
+
+        Args:
+            found: The gradients, or their values; none is empty.
+            places: The positions of their parameters among all, counted from 1.
+            known: The largest absolute value of each gradient, if something has computed them.
+        """
         if not self.looks:
             return ReadyValue(0.0)
-        norms = LateNorms(found, places)
+        norms = LateNorms(largest(found) if known is None else known, places)
         self.found.append(LatePlace(norms, self._places_on))
         return norms
 
@@ -186,6 +195,14 @@ class Unsound:
             made = [torch.full((), place, dtype=torch.float64, device=device) for place in key]
             self._constants[key] = torch.stack(made)
         return self._constants[key]
+
+
+KnownNorms = Callable[[Sequence[Tensor]], Sequence[Tensor] | None]
+"""Returns the largest absolute value of each of some gradients. None if nothing has computed them."""
+
+
+def _no_norms(gradients: Sequence[Tensor]) -> None:
+    return None
 
 
 class AllGradients:
@@ -210,21 +227,26 @@ class AllGradients:
             type(p) is nn.Parameter and p.numel() and not p.is_complex() for p in self._trained
         )
 
-    def check(self) -> Readout:
-        """Returns a number that is finite if all gradients are."""
+    def check(self, known: KnownNorms = _no_norms) -> Readout:
+        """Returns a number that is finite if all gradients are.
+
+        Args:
+            known: Returns the largest absolute value of each gradient, if something has computed them.
+        """
         if not self._unsound.looks:
             return ReadyValue(0.0)
         if self._are_plain and not any(p.grad is not None for p in self._frozen):
             try:
-                return self._check_plain()
+                return self._check_plain(known)
             except (TypeError, RuntimeError):
                 pass  # a gradient is missing, or sparse
         found = [gradient for p in self._names if (gradient := p.grad) is not None]
         return self._unsound.of_these(found, self._named)
 
-    def _check_plain(self) -> Readout:
+    def _check_plain(self, known: KnownNorms) -> Readout:
         if self._is_late:
-            return self._unsound.of_late(list(map(_GRADIENT, self._trained)), self._places)
+            found = list(map(_GRADIENT, self._trained))
+            return self._unsound.of_late(found, self._places, known(found))
         number = _number_of_small(list(map(_GRADIENT, self._small)), self._check) if self._small else 0.0
         for p in self._others:
             number += number_of(p.grad) if p.grad is not None else 0.0

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from evener.hardware.async_read import read
 from evener.torch_internals.foreach import are_finite
-from evener.torch_internals.optimizers import largest
 
 _FEW = 32
 """Number of norms up to which all of them are brought to the host."""
@@ -27,12 +26,12 @@ class LateNorms:
     """The largest elements of gradients on one device. As a readout it is a number that is finite if all of them are.
 
     Args:
-        found: The gradients, or their values; none is empty.
+        norms: The largest absolute value of each gradient.
         places: The positions of their parameters among all, counted from 1.
     """
 
-    def __init__(self, found: Sequence[Tensor], places: Sequence[float]) -> None:
-        self.norms, self.places = largest(found), places
+    def __init__(self, norms: Sequence[Tensor], places: Sequence[float]) -> None:
+        self.norms, self.places = list(norms), places
 
     @property
     def are_many(self) -> bool:

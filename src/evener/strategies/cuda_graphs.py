@@ -40,6 +40,7 @@ def replays_of(learner: Learner, permits: bool) -> Replays | None:
         lambda: {"": model, "the loss": task.exact_loss(), "the task's forward": task.forward},
         lambda: sends_in_passes(learner),
         learner.graphs.slowed,
+        norms=learner.unsound.looks and learner.session.world_size == 1,
     )
 
 

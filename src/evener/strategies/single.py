@@ -75,7 +75,9 @@ class NoSync(Synchronizer):
         check_sound(self._learner.session.control.gather_objects(self._learner.unsound.name()))
 
     def soundness(self) -> tuple[Readout, ...]:
-        return (self._learner.all_gradients.check(),)
+        learner = self._learner
+        check, replays = learner.all_gradients.check, learner.replays
+        return (check() if replays is None else check(replays.known_norms),)
 
 
 class Single(Strategy):

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from evener.components.cuda_graphs.recorded_pass import RecordedPass
 from evener.data.batch import MicroBatch
 from evener.torch_internals.dispatch import DispatchMode
+from tests.components.cuda_graphs.tape import TapeRecorder
 
 T = TypeVar("T")
 WEIGHT = torch.arange(1.0, 4.0)
+CPU = torch.device("cpu")
 
 
 class Constant(torch.autograd.Function):
@@ -96,3 +98,49 @@ def test_gradients_that_others_use_are_copied(run: Callable[..., Tensor]) -> Non
     kept = {each.data_ptr() for each in (*made.gradients, WEIGHT)}
     assert len(kept) == 3
     assert all(each.is_contiguous() for each in made.gradients)
+
+
+def test_the_norms_of_a_pass_are_those_of_its_gradients_until_something_writes_to_them() -> None:
+    model, micro = (
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)),
+        MicroBatch(inputs=torch.randn(2, 3), targets=torch.zeros(2), samples=torch.arange(2)),
+    )
+
+    def run(given: MicroBatch) -> Tensor:
+        total: Tensor = model(given.inputs).square().sum()
+        return total
+
+    parameters = list(model.parameters())
+    made = RecordedPass(micro, run, parameters, parameters, TapeRecorder(CPU), norms=True)
+    assert made.norms_of([torch.zeros_like(p) for p in parameters]) is None
+    made.forward(micro)
+    found = [each.detach() for each in made.backward(torch.tensor(0.5))]
+    norms = made.norms_of(found)
+    assert norms is not None
+    assert [float(norm) for norm in norms] == [float(each.abs().max()) for each in found]
+    assert made.norms_of([each.clone() for each in found]) is None
+    assert made.norms_of(found[1:]) is None
+    found[2].mul_(2)  # as a hook does
+    assert made.norms_of(found) is None
+    made.backward(torch.tensor(0.5))
+    assert made.norms_of(found) is not None
+    without = RecordedPass(micro, run, parameters, parameters, TapeRecorder(CPU))
+    assert without.norms_of(without.backward(torch.tensor(0.5))) is None
+
+
+def test_the_gradient_of_the_loss_is_copied_only_if_it_has_changed() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    micro = MicroBatch(inputs=torch.ones(2, 3), targets=torch.zeros(2), samples=torch.arange(2))
+    made = RecordedPass(
+        micro, lambda given: (given.inputs * weight).sum(), [weight], [weight], TapeRecorder(CPU)
+    )
+    start, seen = torch.tensor(0.5), list[tuple[float, int]]()
+    for written in (False, False, True):
+        if written:
+            start.mul_(4)
+        made.forward(micro)
+        with Operators() as operators:
+            gradient = float(made.backward(start)[0][0])
+        seen.append((gradient, operators.copies))
+    least = seen[1][1]
+    assert seen == [(1.0, least + 1), (1.0, least), (4.0, least + 1)]

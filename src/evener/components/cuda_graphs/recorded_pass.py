@@ -22,6 +22,8 @@ from torch.autograd.graph import increment_version
 from evener.components.cuda_graphs.recorder import Recorder
 from evener.components.cuda_graphs.unfit import UnfitError, tensors_of
 from evener.data.batch import MicroBatch
+from evener.torch_internals.autograd import version
+from evener.torch_internals.optimizers import largest
 from evener.torch_internals.storages import address, use_count
 
 Pass = Callable[[MicroBatch], Tensor]
@@ -47,6 +49,7 @@ class RecordedPass:
         parameters: Those that are trained.
         leaves: What stands in their place while the pass is recorded.
         written: Buffers whose version rises in the eager pass. Replays raise it too, since a graph does not.
+        norms: True if the largest element of each gradient is computed as well.
     """
 
     replays = 0
@@ -64,13 +67,16 @@ class RecordedPass:
         leaves: Sequence[nn.Parameter],
         recorder: Recorder,
         written: Sequence[Tensor] = (),
+        norms: bool = False,
     ) -> None:
         self._written = written
         static = micro.map(lambda leaf: _copy_of(leaf) if isinstance(leaf, Tensor) else leaf)
         self._inputs = list(tensors_of((static.inputs, static.targets)))
         total, self._forward = recorder.record(lambda: run(static))
         self._start = torch.ones_like(total)
-        found, self._backward = recorder.record(lambda: self._own_gradients(total, leaves))
+        (found, self._norms), self._backward = recorder.record(
+            lambda: _with_norms(self._own_gradients(total, leaves), norms)
+        )
         self._total = total.detach()
         pairs = [(p, each) for p, each in zip(parameters, found, strict=True) if each is not None]
         self.parameters = [p for p, _ in pairs]
@@ -78,6 +84,9 @@ class RecordedPass:
         self.gradients = [gradient for _, gradient in pairs]
         """Their gradients after :meth:`backward`, each in memory of its own that the next replay overwrites."""
 
+        self._addresses, self._versions = list(map(Tensor.data_ptr, self.gradients)), list[int]()
+        self._given: tuple[Tensor, int] | None = None
+        """The gradient of the loss that the last backward started with, and its version."""
         self._storages = [address(gradient.untyped_storage()) for gradient in self.gradients]
         self._holders = list(map(use_count, self._storages))
 
@@ -110,9 +119,18 @@ class RecordedPass:
 
     def backward(self, start: Tensor) -> list[Tensor]:
         """Computes the gradients of ``start`` times the last loss. Returns :attr:`gradients`."""
-        self._start.copy_(start)
+        if self._given is None or self._given[0] is not start or self._given[1] != version(start):
+            self._start.copy_(start)
+            self._given = start, version(start)
         self._backward.replay()
+        self._versions = list(map(version, self.gradients))
         return self.gradients
+
+    def norms_of(self, gradients: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """Returns the largest absolute value of each gradient, if these are :attr:`gradients` as the last backward left
+        them. None otherwise, or if they were not recorded."""
+        is_same = self._norms and list(map(Tensor.data_ptr, gradients)) == self._addresses
+        return self._norms if is_same and list(map(version, gradients)) == self._versions else None
 
 
 class ReplayedPass(torch.autograd.Function):
@@ -128,6 +146,15 @@ class ReplayedPass(torch.autograd.Function):
     def backward(ctx: Any, start: Tensor) -> tuple[Tensor | None, ...]:
         # Aliases, which autograd may make the gradients of the parameters without a copy.
         return None, None, *(gradient.detach() for gradient in ctx.recorded.backward(start))
+
+
+def _with_norms(
+    gradients: list[Tensor | None], norms: bool
+) -> tuple[list[Tensor | None], list[Tensor] | None]:
+    """Returns the gradients, and the largest absolute value of each, if all have elements and none is complex."""
+    found = [each for each in gradients if each is not None]
+    has_norms = norms and all(each.numel() and not each.is_complex() for each in found)
+    return gradients, largest(found) if has_norms else None
 
 
 _ALONE = 2

@@ -15,7 +15,7 @@ optimizer's step are as always.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -63,6 +63,7 @@ class Replays:
             loss.
         communicates: Returns True if a layer or the loss has communicated with other ranks.
         slowed: Called in a step that takes longer because a graph is recorded or compared.
+        norms: True if the graphs compute the largest element of each gradient as well, for :meth:`known_norms`.
     """
 
     def __init__(
@@ -73,13 +74,14 @@ class Replays:
         roots: Callable[[], dict[str, Any]],
         communicates: Callable[[], bool] = lambda: False,
         slowed: Callable[[], None] = lambda: None,
+        norms: bool = False,
     ) -> None:
         self.reason = reason
         self.recorded = self.replayed = self.passes = 0
         self.notes: list[str] = []
         """Messages that the user has not been told yet."""
         self._model, self._device, self._roots = model, device, roots
-        self._communicates, self._slowed = communicates, slowed
+        self._communicates, self._slowed, self._norms = communicates, slowed, norms
         self._recorder: Recorder | None = None
         self._graphs: GraphCache[RecordedPass] = GraphCache()
         self._state: HostState | None = None
@@ -124,6 +126,11 @@ class Replays:
         total: Tensor = ReplayedPass.apply(recorded, micro, *recorded.parameters)  # type: ignore[no-untyped-call]
         return total
 
+    def known_norms(self, gradients: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """Returns the largest absolute value of each gradient, if these are the gradients of the last pass as its graph
+        left them, and it computed such norms. None otherwise."""
+        return None if self._last is None else self._last.norms_of(gradients)
+
     def close(self) -> None:
         """Frees the graphs and their memory."""
         self._graphs.clear()
@@ -166,7 +173,7 @@ class Replays:
             with resumed(watch):
                 written = self._try_out(micro, eager, list(named), state, recorder)
                 with own_leaves(self._model, list(named)) as leaves:
-                    found = RecordedPass(micro, eager, list(named), leaves, recorder, written)
+                    found = RecordedPass(micro, eager, list(named), leaves, recorder, written, self._norms)
         except Exception as error:  # the eager pass, which follows, raises what is not the graph's fault
             self._give_up(_first_line(error), scope.step)
             return None

@@ -17,6 +17,7 @@ from evener.nn.attention_dispatch import attending
 from evener.strategies.exact_sums import begin_step
 from evener.strategies.interfaces import StepOutcome, Stepper
 from evener.strategies.learner import Learner
+from evener.torch_internals.autograd import version
 
 
 class Plain(Stepper):
@@ -24,6 +25,8 @@ class Plain(Stepper):
 
     def __init__(self, learner: Learner) -> None:
         self._learner, self._is_late = learner, is_late(learner.session.device)
+        self._start: tuple[Any, Tensor, int] | None = None
+        """What the gradient of the last loss was made of, that gradient, and its version."""
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
         learner, synchronizer = self._learner, self._learner.synchronizer
@@ -67,8 +70,16 @@ class Plain(Stepper):
             current.rewind()
             with named_range("backward"), self._around_backward(micro, term), self._on_this_thread():
                 # The gradient of term / divisor, with one autograd node less.
-                term.backward(torch.full_like(term, 1 / divisor()))
+                term.backward(self._start_of(term, 1 / divisor()))
         return total
+
+    def _start_of(self, term: Tensor, value: float) -> Tensor:
+        """Returns the gradient of ``term``, ``value``: the tensor of the step before if nothing has changed."""
+        made_of = value, term.dtype, term.device, term.shape
+        if self._start is None or self._start[0] != made_of or self._start[2] != version(self._start[1]):
+            start = torch.full_like(term, value)
+            self._start = made_of, start, version(start)
+        return self._start[1]
 
     @property
     def _replica(self) -> nn.Module:

@@ -84,6 +84,7 @@ def count_steps(
             account.reset_peak()
             begin()
             engine.step(batch)
+        held = account.held  # before the loader closes, and drops the batch that is on its way
     rank, peak, at_peak = engine.session.rank, account.peak, account.at_peak()
     outside = sum(engine.learner.offloaded.peaks.values())
-    return RankMemory(rank, peak, at_peak, account.held, setup_peak, shared, outside), batch
+    return RankMemory(rank, peak, at_peak, held, setup_peak, shared, outside), batch
