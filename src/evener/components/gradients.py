@@ -168,14 +168,14 @@ class Unsound:
         return ReadyValue(math.nan if bad else 0.0)
 
     def of_late(
-        self, found: Sequence[Tensor], places: Sequence[float], known: Sequence[Tensor] | None = None
+        self, found: Sequence[Tensor], places: Sequence[float], known: Tensor | None = None
     ) -> Readout:
         """Checks gradients on a device that runs behind the host, in one call; see :class:`LateNorms`.
 
         Args:
             found: The gradients, or their values; none is empty.
             places: The positions of their parameters among all, counted from 1.
-            known: The largest absolute value of each gradient, if something has computed them.
+            known: The largest absolute value of each gradient, in one tensor, if something has computed them.
         """
         if not self.looks:
             return ReadyValue(0.0)
@@ -197,8 +197,8 @@ class Unsound:
         return self._constants[key]
 
 
-KnownNorms = Callable[[Sequence[Tensor]], Sequence[Tensor] | None]
-"""Returns the largest absolute value of each of some gradients. None if nothing has computed them."""
+KnownNorms = Callable[[Sequence[Tensor]], Tensor | None]
+"""Returns the largest absolute value of each of some gradients, in one tensor. None if nothing has computed them."""
 
 
 def _no_norms(gradients: Sequence[Tensor]) -> None:

@@ -26,17 +26,19 @@ class LateNorms:
     """The largest elements of gradients on one device. As a readout it is a number that is finite if all of them are.
 
     Args:
-        norms: The largest absolute value of each gradient.
+        norms: The largest absolute value of each gradient: a scalar for each, or all in one tensor.
         places: The positions of their parameters among all, counted from 1.
     """
 
-    def __init__(self, norms: Sequence[Tensor], places: Sequence[float]) -> None:
-        self.norms, self.places = list(norms), places
+    def __init__(self, norms: list[Tensor] | Tensor, places: Sequence[float]) -> None:
+        self.norms, self.places = norms if isinstance(norms, list) else [norms], places
+        self._is_stacked = not isinstance(norms, list)
 
     @property
     def are_many(self) -> bool:
         """True if :attr:`are_sound` reaches the host sooner than all of them."""
-        return len(self.norms) > _FEW and self.norms[0].dtype in (torch.float32, torch.float64)
+        is_plain = not self._is_stacked and self.norms[0].dtype in (torch.float32, torch.float64)
+        return is_plain and len(self.norms) > _FEW
 
     @cached_property
     def are_sound(self) -> Tensor:
@@ -46,7 +48,7 @@ class LateNorms:
     @cached_property
     def stacked(self) -> Tensor:
         """All of them in one tensor."""
-        return torch.stack(self.norms)
+        return self.norms[0] if self._is_stacked else torch.stack(self.norms)
 
     @cached_property
     def tensor(self) -> Tensor:

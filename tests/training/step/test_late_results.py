@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from evener.components import late_norms
+from evener.components import gradients, late_norms
 from evener.components.gradients import Unsound, numbers_of
 from evener.hardware.async_read import Readout, ReadyValue
 from evener.strategies.interfaces import StepOutcome
+from evener.torch_internals.optimizers import largest
 from evener.training.step.late_results import results_alone, row_on_device
 from evener.training.step.step import Results
 
@@ -19,10 +20,26 @@ CPU = torch.device("cpu")
 NAMES = [f"layer {number}" for number in range(6)]
 
 
-@pytest.fixture(autouse=True, params=[0, 32], ids=["many gradients", "few gradients"])
+@pytest.fixture(
+    autouse=True,
+    params=[(0, False), (32, False), (0, True)],
+    ids=["many gradients", "few", "norms that are known"],
+)
 def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many it is first read whether one is not finite."""
-    monkeypatch.setattr(late_norms, "_FEW", request.param)
+    """Of many it is first read whether one is not finite. A CUDA graph has computed the norms already."""
+    most, are_known = request.param
+    monkeypatch.setattr(late_norms, "_FEW", most)
+    monkeypatch.setattr(
+        gradients, "largest", lambda found: pytest.fail("looked again") if are_known else largest(found)
+    )
+    monkeypatch.setitem(KNOWN, "are", are_known)
+
+
+KNOWN = {"are": False}
+
+
+def look_at(unsound: Unsound, found: list[Tensor], places: list[float]) -> Readout:
+    return unsound.of_late(found, places, torch.stack(largest(found)) if KNOWN["are"] else None)
 
 
 def outcome_of(
@@ -30,7 +47,7 @@ def outcome_of(
 ) -> StepOutcome:
     """The outcome of a step in which the gradients of these parameters, by place, were looked at."""
     unsound = Unsound(NAMES)
-    looks = [unsound.of_late(list(map(numbers_of, found.values())), list(found)) for found in looked]
+    looks = [look_at(unsound, list(map(numbers_of, found.values())), list(found)) for found in looked]
     made = tuple(ReadyValue(total) for total in totals)
     return StepOutcome(
         made, (), False, ReadyValue(0.0), soundness=(*looks, *others), unsound=tuple(unsound.found)
@@ -105,9 +122,9 @@ def test_a_large_gradient_does_not_make_the_norms_overflow() -> None:
 
 def test_a_look_is_a_readout_for_others() -> None:
     unsound = Unsound(NAMES)
-    look = unsound.of_late([of(1.0), of(-2.0)], [1.0, 2.0])
+    look = look_at(unsound, [of(1.0), of(-2.0)], [1.0, 2.0])
     assert look.value() == 3.0
     assert unsound.name() is None
-    look = unsound.of_late([of(1.0), of(math.nan)], [1.0, 4.0])
+    look = look_at(unsound, [of(1.0), of(math.nan)], [1.0, 4.0])
     assert math.isnan(look.value())
     assert unsound.name() == NAMES[3]

@@ -126,10 +126,10 @@ class RecordedPass:
         self._versions = list(map(version, self.gradients))
         return self.gradients
 
-    def norms_of(self, gradients: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    def norms_of(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """Returns the largest absolute value of each gradient, if these are :attr:`gradients` as the last backward left
-        them. None otherwise, or if they were not recorded."""
-        is_same = self._norms and list(map(Tensor.data_ptr, gradients)) == self._addresses
+        them. None otherwise, or if they were not recorded. The next replay overwrites them."""
+        is_same = self._norms is not None and list(map(Tensor.data_ptr, gradients)) == self._addresses
         return self._norms if is_same and list(map(version, gradients)) == self._versions else None
 
 
@@ -148,13 +148,13 @@ class ReplayedPass(torch.autograd.Function):
         return None, None, *(gradient.detach() for gradient in ctx.recorded.backward(start))
 
 
-def _with_norms(
-    gradients: list[Tensor | None], norms: bool
-) -> tuple[list[Tensor | None], list[Tensor] | None]:
-    """Returns the gradients, and the largest absolute value of each, if all have elements and none is complex."""
+def _with_norms(gradients: list[Tensor | None], norms: bool) -> tuple[list[Tensor | None], Tensor | None]:
+    """Returns the gradients, and the largest absolute value of each, if all are of one type and real, and have
+    elements."""
     found = [each for each in gradients if each is not None]
-    has_norms = norms and all(each.numel() and not each.is_complex() for each in found)
-    return gradients, largest(found) if has_norms else None
+    are_alike = len({(each.dtype, each.device) for each in found}) == 1
+    has_norms = norms and are_alike and all(each.numel() and not each.is_complex() for each in found)
+    return gradients, torch.stack(largest(found)) if has_norms else None
 
 
 _ALONE = 2

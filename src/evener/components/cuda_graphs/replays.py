@@ -126,9 +126,9 @@ class Replays:
         total: Tensor = ReplayedPass.apply(recorded, micro, *recorded.parameters)  # type: ignore[no-untyped-call]
         return total
 
-    def known_norms(self, gradients: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    def known_norms(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """Returns the largest absolute value of each gradient, if these are the gradients of the last pass as its graph
-        left them, and it computed such norms. None otherwise."""
+        left them, and it computed such norms. None otherwise. The next replay overwrites them."""
         return None if self._last is None else self._last.norms_of(gradients)
 
     def close(self) -> None:

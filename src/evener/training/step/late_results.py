@@ -85,7 +85,8 @@ def _is_known_sound(number: Readout) -> bool:
 
 
 def _together(groups: Sequence[list[Tensor]], device: torch.device) -> Tensor:
-    """Returns the scalars of all groups, of which each has one type and device, in one tensor on ``device``."""
+    """Returns the numbers of all groups in one tensor on ``device``. A group has scalars of one type and device, or one
+    tensor of several numbers."""
     dtype = reduce(torch.promote_types, (number.dtype for group in groups for number in group[:1]))
     pieces: list[list[Tensor]] = []
     for group in groups:
@@ -93,12 +94,18 @@ def _together(groups: Sequence[list[Tensor]], device: torch.device) -> Tensor:
             pieces[-1] += group
         else:
             pieces.append(list(group))
-    made = [torch.stack(piece).to(device, dtype, non_blocking=True) for piece in pieces]
+    made = [_joined(piece).to(device, dtype, non_blocking=True) for piece in pieces]
     return made[0] if len(made) == 1 else torch.cat(made)
 
 
-def _kind(number: Tensor) -> tuple[torch.dtype, torch.device]:
-    return number.dtype, number.device
+def _joined(piece: list[Tensor]) -> Tensor:
+    if len(piece) == 1:
+        return piece[0].reshape(-1)
+    return torch.cat(piece) if piece[0].dim() else torch.stack(piece)
+
+
+def _kind(number: Tensor) -> tuple[torch.dtype, torch.device, int]:
+    return number.dtype, number.device, number.dim()
 
 
 def _on(device: torch.device, numbers: Iterable[Readout]) -> list[Tensor]:
