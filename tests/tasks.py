@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,6 +129,29 @@ def no_gradients() -> Task:
     return _task(model=NoGradients, batch_size=5)
 
 
+class LateGaps(nn.Module):
+    """From the third pass on, backward reaches ``step`` without a gradient, and skips ``late`` where no sample is
+    large. Until then both have gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Parameter(torch.full((6,), 0.1))
+        self.layer, self.late = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        if self.passes < 3:
+            return self.late(x * self.step) + self.layer(x)  # type: ignore[no-any-return]
+        out: Tensor = self.layer(Rounded.apply(x, self.step))  # type: ignore[no-untyped-call]
+        large = x[:, :1] > 1.2
+        return out + self.late(x) * large if large.any() else out
+
+
+def late_gaps() -> Task:
+    return _task(model=LateGaps, batch_size=5)
+
+
 class Hooked(nn.Linear):
     """Clamps the gradient of its weight, which is something else for the parts of ranks."""
 
@@ -144,6 +168,24 @@ def _signed(parameter: Tensor) -> None:
 
 def hooked() -> Task:
     return _task(model=Hooked, batch_size=5)
+
+
+class HookedLater(nn.Linear):
+    """Gets a hook when it is called in evaluation, or in training if ``in_training``."""
+
+    def __init__(self, in_training: bool = False) -> None:
+        super().__init__(6, 3)
+        self.in_training, self.is_hooked = in_training, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_hooked and self.training == self.in_training:
+            self.is_hooked = True
+            self.weight.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))  # type: ignore[no-untyped-call]
+        return super().forward(x)
+
+
+def hooked_later(in_training: bool = False) -> Task:
+    return _task(model=partial(HookedLater, in_training), batch_size=5)
 
 
 def penalty() -> Task:

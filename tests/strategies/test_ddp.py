@@ -45,6 +45,7 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], rtol: fl
         ("hooked", {"clip_norm": 0.01}),
         ("hooked", {"micro_batch": 2}),
         ("hooked", {"exact": "bits", "grain": 2}),
+        ("late_gaps", {}),
         ("no_gradients", {}),
         ("no_gradients", {"micro_batch": 2, "balance": "1,4"}),
         ("no_gradients", {"exact": "bits", "grain": 2}),
@@ -60,6 +61,61 @@ def test_gradients_that_are_missing_or_odd(ranks: Any, name: str, settings: dict
     for weights, found in ranks(2).run(train, name, **settings):
         assert_same(reference, weights)
         assert found == stepped
+
+
+def calls_of_hooks(**settings: Any) -> dict[str, int]:
+    """How often the hooks of each parameter are called."""
+    config = RunConfig(dtype="float64", device="cpu", steps=9, **settings)
+    with Engine(tasks.branches(), config) as engine:
+        calls: dict[str, int] = {}
+        for name, parameter in engine.model.named_parameters():
+            calls[name] = 0
+            if parameter.requires_grad:
+                parameter.register_hook(lambda _, name=name: calls.update({name: calls[name] + 1}))
+        for batch in engine.batches():
+            engine.step(batch)
+        return calls
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch": 2}], ids=str)
+def test_the_hook_of_a_layer_that_no_rank_has_used_is_not_called(
+    ranks: Any, settings: dict[str, Any]
+) -> None:
+    reference = calls_of_hooks()
+    assert 0 < reference["branches.2.weight"] < reference["branches.1.weight"]
+    for calls in ranks(2).run(calls_of_hooks, **settings):
+        assert calls == reference
+        assert not calls["never.weight"]
+
+
+def train_hooked_later(in_training: bool, **settings: Any) -> dict[str, torch.Tensor]:
+    config = RunConfig(dtype="float64", device="cpu", steps=4, **settings)
+    with Engine(tasks.hooked_later(in_training), config) as engine:
+        for number, batch in enumerate(engine.batches()):
+            if number == 2 and not in_training:
+                engine.evaluate()
+            engine.step(batch)
+        return {name: value.detach().clone() for name, value in engine.model.named_parameters()}
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch": 2}], ids=str)
+def test_a_hook_that_comes_after_the_first_step_gets_the_whole_gradient(
+    ranks: Any, settings: dict[str, Any]
+) -> None:
+    reference = train_hooked_later(False)
+    for weights in ranks(2).run(train_hooked_later, False, **settings):
+        assert_same(reference, weights)
+
+
+def refused_within_a_step() -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        train_hooked_later(True)
+    return str(caught.value)
+
+
+def test_a_hook_that_comes_within_a_step_is_refused(ranks: Any) -> None:
+    for message in ranks(2).run(refused_within_a_step):
+        assert message.startswith("weight got a hook on its gradient within a step")
 
 
 def test_a_layer_that_no_rank_uses_is_left_alone(ranks: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.errors import ConfigurationError
-from evener.torch_internals.autograd import Hooks, give_hooks, hooks_of
+from evener.torch_internals.autograd import Hooks, give_hooks, hooked, hooks_of
 
 OF_WEIGHTS = (
     "backward began with a number that was computed from divided weights, of which only the sum over samples is known "
@@ -78,6 +78,36 @@ class DelayedHooks:
                 give_hooks(parameter, (None, {}))
                 parameter.grad = None
 
+    @contextmanager
+    def until_update(self, hooked_now: Callable[[], Collection[nn.Parameter]]) -> Iterator[None]:
+        """Context of the passes of a step, of which each has a part of the gradients. The hooks wait for :meth:`call`
+        in the update: before it, a rank may have zeros for a parameter that no rank has used.
+
+        Args:
+            hooked_now: Returns the parameters whose hooks have to wait.
+
+        Raises:
+            ConfigurationError: If a hook came within the context.
+        """
+        self.restore()  # after a step that was left between backward and update
+        self.put_off(hooked_now(), (), is_delayed=False)
+        try:
+            yield
+            self._check_none_came(hooked_now())
+        except BaseException:
+            self.restore()
+            raise
+
+    def _check_none_came(self, others: Iterable[nn.Parameter] = ()) -> None:
+        """Raises ConfigurationError if a hook was registered since others were put off: it has got a part."""
+        came = next(chain(others, hooked(self._kept)), None)
+        if came is not None:
+            raise ConfigurationError(
+                f"{self._name_of(came)} got a hook on its gradient within a step, which was called with the part of "
+                "one pass or one rank, not with the gradient of the whole batch: register it before the step, as in "
+                "the model's constructor"
+            )
+
     def restore(self) -> None:
         """Restores hooks and gradients after a pass has failed."""
         for parameter, (hooks, gradient) in self._kept.items():
@@ -89,6 +119,7 @@ class DelayedHooks:
     def call(self, mark: Callable[[nn.Parameter], None]) -> None:
         """Calls the hooks with the gradients of all ranks. ``mark`` is called with each parameter before the hooks that
         run after accumulation."""
+        self._check_none_came()
         kept, self._kept = self._kept, {}
         for parameter, (hooks, _) in kept.items():
             give_hooks(parameter, hooks)
@@ -105,20 +136,3 @@ class DelayedHooks:
             for hook in list((after or {}).values()):
                 with torch.enable_grad():
                     hook(parameter)
-
-
-@contextmanager
-def hooks_after(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Context in which the gradients of ``parameters`` are computed and summed over the ranks. Their hooks are called
-    at its end, with the sums: a hook that clamps would do something else to each rank's part."""
-    if not parameters:
-        yield
-        return
-    hooks = DelayedHooks(lambda _: "a parameter")
-    hooks.put_off(parameters, (), is_delayed=False)
-    try:
-        yield
-    except BaseException:
-        hooks.restore()
-        raise
-    hooks.call(lambda _: None)

@@ -24,6 +24,11 @@ class ReachedParameters:
         self._found: set[Tensor] = set()
         self._handles: list[RemovableHandle] = []
 
+    @property
+    def is_watching(self) -> bool:
+        """False if parameters with a gradient are taken for the reached."""
+        return bool(self._handles)
+
     def begin(self) -> None:
         """Forgets what an earlier pass has reached."""
         self._found.clear()

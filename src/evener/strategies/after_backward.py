@@ -24,7 +24,7 @@ from evener.strategies.learner import Learner
 from evener.strategies.reducer import Reducer, all_reduce_of, is_apart, sum_in_buckets
 from evener.strategies.single import NoSync
 from evener.strategies.synchronizer import Synchronizer
-from evener.torch_internals.autograd import hooks_of
+from evener.torch_internals.autograd import hooked
 
 
 def summing_afterwards(learner: Learner) -> Synchronizer:
@@ -121,12 +121,7 @@ class PostBackwardSum(Reducer):
         return [p for p in self._learner.trained.first if not is_apart(p)]
 
     def hooked_in(self, passes: int) -> Sequence[nn.Parameter]:
-        return self._hooked
-
-    @cached_property
-    def _hooked(self) -> list[nn.Parameter]:
-        """The parameters that have hooks when the first step begins."""
-        return [p for p in self._trained if hooks_of(p) is not None]
+        return hooked([*self._trained, *self._thawed()])
 
     def _sum(self, parameters: Iterable[nn.Parameter]) -> None:
         sum_in_buckets(parameters, self._sparse, self.bucket_bytes, self._all_reduce)

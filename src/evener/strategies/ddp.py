@@ -22,7 +22,7 @@ in which rank 0's gradients came, and reads that order from the device.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
@@ -56,7 +56,7 @@ from evener.strategies.single import NoSync
 from evener.strategies.steppers.oom_retry import plain_or_piecewise, wants_pieces
 from evener.strategies.sync_batch_norm import normalize_together
 from evener.strategies.synchronizer import Synchronizer
-from evener.torch_internals.ddp import groups_freed_last, leave_out, no_buffer_broadcast
+from evener.torch_internals.ddp import MARKED_TWICE, groups_freed_last, leave_out, no_buffer_broadcast
 
 
 class Ddp(Strategy):
@@ -214,10 +214,27 @@ class DdpSum(PostBackwardSum):
         given = self._learner.exact.given if self._learner.exact is not None else ()
         missing = tuple(name for name in self._without_gradient(unfilled) if name not in given)
         with self._learner.trained.as_at_first():
-            zeros = _ZeroGradients.apply([p in self._sparse for p in unfilled], *unfilled)  # type: ignore[no-untyped-call]
-            zeros.backward()
+            if self._reached.is_watching:
+                self._fill_with_zeros(unfilled)
+            else:
+                self._fill_each(unfilled)
         self._forget_frozen()
         return missing
+
+    def _fill_with_zeros(self, parameters: Sequence[nn.Parameter]) -> None:
+        zeros = _ZeroGradients.apply([p in self._sparse for p in parameters], *parameters)  # type: ignore[no-untyped-call]
+        zeros.backward()
+
+    def _fill_each(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Fills those of the parameters that backward has not reached, where nobody has watched which these are. DDP
+        refuses the others."""
+        for parameter in parameters:
+            try:
+                self._fill_with_zeros([parameter])
+            except RuntimeError as error:
+                if MARKED_TWICE not in str(error):
+                    raise
+                parameter.grad = None  # as backward has left it
 
     def soundness(self) -> tuple[Readout, ...]:
         thawed = [self._of_thawed] if self._learner.trained.thawed else []

@@ -21,7 +21,7 @@ from evener.components.buffer_snapshot import BufferSnapshot
 from evener.components.clipping import Clipping
 from evener.components.compile import Graphs
 from evener.components.cuda_graphs.replays import Replays, replica_of
-from evener.components.delayed_hooks import hooks_after
+from evener.components.delayed_hooks import DelayedHooks
 from evener.components.exact_sum.gradients import ExactGradients
 from evener.components.loose_buffers import LooseBuffers
 from evener.components.memory_limits.limits import Room
@@ -118,8 +118,7 @@ class Learner:
         """A number that is not finite if the gradient of the penalty is not."""
         self.may_leave_out = False
         """True if an update may be skipped, so that buffers must be saved before each step."""
-        self.left_out = False
-        """True if the update of the last step was skipped."""
+        self.left_out = False  # True if the update of the last step was skipped
         self._snapshot = BufferSnapshot()
         self.updating: int | None = None
         """The last step whose update has begun. None before the first."""
@@ -130,7 +129,7 @@ class Learner:
         self.clipping = Clipping(settings.clip_norm, exact=settings.bits is not None)
         self.has_shared_buffers = False
         """True if loose buffers have been copied from one rank to all others."""
-        self._step, self._portion = 0, portion
+        self._step, self._portion, self._hooks = 0, portion, DelayedHooks(lambda p: self.names[p])
         self._portions: dict[int, Any] = {}  # by id(): the task's own data sets live as long as the learner
 
     @property
@@ -214,6 +213,7 @@ class Learner:
             self.parameter(name).grad = None
         if self.trained.thawed:
             self.synchronizer.sum_thawed(without)
+        self._hooks.call(lambda _: None)
         if self.stepper.updates:
             self.updating = step
             if not passes():
@@ -330,7 +330,7 @@ class Learner:
         if self.may_leave_out:
             self._snapshot = BufferSnapshot(self.model, step)
         try:
-            with hooks_after(self.synchronizer.hooked_in(len(batch.micro_batches))):
+            with self._hooks.until_update(lambda: self.synchronizer.hooked_in(len(batch.micro_batches))):
                 outcome = self.stepper.run(batch, divisor, step)
         except BaseException:
             self._clear_gradients()  # a caller that goes on must not find gradients of the failed step

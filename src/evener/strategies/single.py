@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -20,7 +19,7 @@ from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.steppers.oom_retry import plain_or_piecewise, wants_pieces
 from evener.strategies.synchronizer import Synchronizer
-from evener.torch_internals.autograd import hooks_of
+from evener.torch_internals.autograd import hooked
 
 
 class NoSync(Synchronizer):
@@ -35,12 +34,7 @@ class NoSync(Synchronizer):
         learner.exact = exact_gradients(learner)
 
     def hooked_in(self, passes: int) -> Sequence[nn.Parameter]:
-        return self._hooked if self._hooked and (passes > 1 or wants_pieces(self._learner)) else ()
-
-    @cached_property
-    def _hooked(self) -> list[nn.Parameter]:
-        """The parameters that have hooks when the first step of several passes begins."""
-        return [p for p in self._learner.trained.first if hooks_of(p) is not None]
+        return hooked(self._learner.names) if passes > 1 or wants_pieces(self._learner) else ()
 
     def end_block(self) -> None:
         add_block(self._learner, self._trained)

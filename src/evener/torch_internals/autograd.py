@@ -29,10 +29,10 @@ Tested with torch 2.11, 2.13, 2.15.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -40,6 +40,8 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, _SingleLevelFunction
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.autograd.variable import Variable
+
+T = TypeVar("T", bound=Tensor)
 
 # Attributes of tensors
 
@@ -72,6 +74,11 @@ def hooks_of(tensor: Tensor) -> Hooks | None:
     """Returns the hooks of ``register_hook`` and ``register_post_accumulate_grad_hook``; None if there are none."""
     found = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     return found if found[0] or found[1] else None
+
+
+def hooked(tensors: Iterable[T]) -> list[T]:
+    """Returns those tensors that have hooks."""
+    return [each for each in tensors if each._backward_hooks or each._post_accumulate_grad_hooks]
 
 
 def give_hooks(tensor: Tensor, hooks: Hooks) -> None:

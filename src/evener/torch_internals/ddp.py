@@ -10,6 +10,8 @@
   the last that holds it, its end waits for gloo's threads with Python's lock, and a thread that still frees the context
   of the last sum waits for that lock.
 - ``_set_params_and_buffers_to_ignore_for_model`` names the parameters that DDP ignores. DDP has no option for it.
+- :data:`MARKED_TWICE` is in the message of the reducer about a parameter whose gradient comes twice in a step. The
+  reducer looks before it changes anything.
 
 Tested with torch 2.11, 2.13, 2.15.
 """
@@ -28,6 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 BROADCAST_BUFFERS = "_distributed_broadcast_coalesced"
 """The method of DDP that broadcasts buffers before a forward pass."""
+
+MARKED_TWICE = "mark a variable ready only once"
 
 _HELD = "_evener_group"
 
