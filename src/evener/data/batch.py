@@ -171,7 +171,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, Tensor) or has_to(tree):
         return function(tree)
     if isinstance(tree, Mapping):
-        return _like_mapping(tree, {key: map_leaves(function, value) for key, value in tree.items()})
+        return like_mapping(tree, {key: map_leaves(function, value) for key, value in tree.items()})
     if isinstance(tree, tuple | list):
         return like_sequence(tree, [map_leaves(function, value) for value in tree])
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -188,7 +188,7 @@ def like_sequence(original: Any, values: list[Any]) -> Any:
     return kind(*values) if hasattr(original, "_fields") else kind(values)
 
 
-def _like_mapping(original: Any, mapped: dict[Any, Any]) -> Any:
+def like_mapping(original: Any, mapped: dict[Any, Any]) -> Any:
     """Returns ``mapped`` in the type of ``original``, or as a dict if that type cannot be built from a dict."""
     try:
         return type(original)(mapped)

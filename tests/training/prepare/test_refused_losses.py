@@ -75,6 +75,18 @@ def of_several_passes(model: nn.Module, loss: Any, batch: Any) -> Tensor:
     return found
 
 
+def slope(x: Tensor, o: Tensor) -> Tensor:
+    (found,) = torch.autograd.grad(o.sum(), x, create_graph=True)
+    return ((found.norm(dim=1) - 1) ** 2).mean()
+
+
+def of_slopes(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    """A penalty on the gradient of inputs."""
+    x = batch[0].requires_grad_()
+    found: Tensor = loss(x, model(x))
+    return found
+
+
 REFUSED: tuple[tuple[Any, Step, str, str], ...] = (
     (
         nn.CrossEntropyLoss(reduction="sum"),
@@ -97,6 +109,7 @@ REFUSED: tuple[tuple[Any, Step, str, str], ...] = (
         "2,1",
         "rows of all ranks, which are not of one",
     ),
+    (slope, of_slopes, "2,1", r"slope takes gradients of .*Take them in the loop.*evener\.global_mean"),
     (contrastive, of_no_rows, "equal", "has no row for each of a rank's samples"),
     (words, of_several_passes, "2,1", "the loss of rank 0 follows from none of its model's outputs"),
 )

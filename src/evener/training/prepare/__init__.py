@@ -12,6 +12,8 @@
 :mod:`.batch`              a batch that the loop makes itself, without a DataLoader
 :mod:`.loss`               a loss whose value is that of the whole batch
 :mod:`.loss_kind`          what kind of loss a function is: made of sums, a mean over rows, or neither
+:mod:`.loss_arguments`     what its arguments are: rows, entries for each sample, or the same for all
+:mod:`.loss_of_rows`       a loss that each rank computes from the rows of all
 :mod:`.sample_tensor`      tensors of this rank's samples, whose sums are taken over all ranks
 :mod:`.global_loss`        a sum over all ranks, with this rank's part of the gradient
 :mod:`.zero_loss`          a zero loss, for a rank without terms that must run backward

@@ -164,6 +164,14 @@ def ends_of(roots: Sequence[Any], is_loss: Callable[[Any], bool]) -> tuple[bool,
     return has_loss, leaves
 
 
+_WITHIN_A_LOSS = (
+    "{name} takes gradients of what it was called with (torch.autograd.grad), as a penalty on gradients does, and a "
+    "loss over the samples of all ranks has no way from one argument back to another. Take them in the loop, of this "
+    "rank's samples, and the mean over all samples: (found,) = torch.autograd.grad(outputs.sum(), inputs, "
+    "create_graph=True), then evener.global_mean((found.flatten(1).norm(dim=1) - 1) ** 2)"
+)
+
+
 class Passes:
     """Handles the backward passes of a preparation, until it is closed."""
 
@@ -219,6 +227,8 @@ class Passes:
                 "backward() sums: call that and read .grad, or use strategy 'ddp'"
             )
         strange = next((each for each in inputs if not self._is_known(each)), None)
+        if (create_graph or strange is not None) and self._place.function:
+            raise ConfigurationError(_WITHIN_A_LOSS.format(name=self._place.function))
         if create_graph or strange is not None:
             what = (
                 "a graph of its gradients" if strange is None else f"a tensor of shape {tuple(strange.shape)}"

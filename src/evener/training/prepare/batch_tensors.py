@@ -63,6 +63,11 @@ def check_at_hand(tree: Any, current_batches: Sequence[PastBatch], what: str) ->
             raise ConfigurationError(_KEPT.format(what=what))
 
 
+def is_of_a_batch(leaf: Any) -> bool:
+    """Returns True for a tensor of a loader, and for a view of one."""
+    return _batch_of(leaf) is not None
+
+
 def _batch_of(leaf: Any) -> PastBatch | None:
     """Returns the batch of a tensor of a loader, or of a view of one; None for others."""
     if not isinstance(leaf, Tensor):

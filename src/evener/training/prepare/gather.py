@@ -7,13 +7,15 @@ gradients are averaged over the ranks later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from evener.collectives.all_gather_rows import rows_of_all
+from evener.data.batch import like_sequence, map_leaves
 from evener.data.division import own_slice
 from evener.training.prepare.loop_state import LoopState
 
@@ -39,6 +41,66 @@ def _rows(own: Tensor, shares: Sequence[int], place: LoopState) -> Tensor:
     here = sent.detach().to(place.session.device)  # the backend sends from this device
     counts = [speaker_of.get(rank, 0) for rank in range(place.world_size)]
     return rows_of_all(here, counts, place.session.world).to(own.device)
+
+
+def gathered_entries(
+    lists: Mapping[Any, Sequence[Any]], shares: Sequence[int], place: LoopState
+) -> dict[Any, Any]:
+    """Returns lists of the whole batch for lists of one entry per sample of this rank, each under its key.
+
+    Entries may be of any form, and tensors of any shape. A collective call, in which objects go from host to host.
+    """
+
+    def sent(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return _OfDevice(leaf.detach().cpu()) if leaf.device.type != "cpu" else leaf.detach()
+
+    def received(leaf: Any) -> Any:
+        return leaf.on_host.to(place.session.device) if isinstance(leaf, _OfDevice) else leaf
+
+    def own_leaf(leaf: Any) -> Any:
+        if not (isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()):
+            return leaf
+        return _OwnEntry.apply(leaf, place)  # type: ignore[no-untyped-call]
+
+    count = shares[place.data.index]
+    own_entries = {key: list(each)[:count] for key, each in lists.items()}
+    said = place.session.control.gather_objects(
+        {key: map_leaves(sent, each) for key, each in own_entries.items()}
+    )
+    parts = place.data.of_parts(said)
+    made = {}
+    for key, given in lists.items():
+        of_parts = [
+            map_leaves(own_leaf, own_entries[key])
+            if part == place.data.index
+            else map_leaves(received, of_part[key])
+            for part, of_part in enumerate(parts)
+        ]
+        made[key] = like_sequence(given, list(chain.from_iterable(of_parts)))
+    return made
+
+
+class _OfDevice:
+    """A tensor of a device, on its way between hosts."""
+
+    def __init__(self, on_host: Tensor) -> None:
+        self.on_host = on_host
+
+
+class _OwnEntry(torch.autograd.Function):
+    """A tensor of one of this rank's samples, beside those of others. Reports to the loop as gathered rows do."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, place: LoopState) -> Tensor:
+        ctx.place = place
+        return own.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.place.comes_to_loss()
+        return gradients[0] * ctx.place.mean.ranks, None
 
 
 class _Gathered(torch.autograd.Function):

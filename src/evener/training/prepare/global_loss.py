@@ -7,7 +7,9 @@ wait for them.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from evener.collectives.all_gather_rows import gathered
+from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError, DivergenceError, LossError
 from evener.hardware.timers import waiting
 from evener.training.prepare.global_loss_value import Confused, whole_of
@@ -25,7 +28,7 @@ from evener.training.prepare.late_checks import Number
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.loss_kind import LossKind
 from evener.training.prepare.rank_checks import check_marks
-from evener.training.prepare.sample_tensor import Joint, Kind, plain_of
+from evener.training.prepare.sample_tensor import Joint, Kind, leaves_of, plain_of
 from evener.training.prepare.zero_loss import silence_of, silent
 from evener.training.step.step import not_finite
 
@@ -219,6 +222,28 @@ def _with_graph(place: LoopState, total: Tensor, graphs: Sequence[float]) -> Ten
     if total.requires_grad:
         return total
     return silence_of(place.outputs) if place.outputs else total.detach().clone().requires_grad_()
+
+
+def with_graphs_of_all(place: LoopState, made: Any, given: Any) -> Any:
+    """Returns ``made``, whose numbers have a graph to ``given``, of zeros, where those of another rank have one. So a
+    rank none of whose samples count goes backward with the others. A collective call."""
+    leaves = [leaf for leaf in leaves_of(made) if isinstance(leaf, Tensor)][:_MOST_NUMBERS]
+    own = sum(2**n for n, leaf in enumerate(leaves) if leaf.requires_grad)
+    rows = place.exchange("the loss", place.current_batch("").agreed, 0.0, 0.0, 0.0, float(own))
+    check_marks([row[0] for row in rows])
+    anywhere = functools.reduce(operator.or_, (int(row[4]) for row in rows))
+    without = {id(leaf) for n, leaf in enumerate(leaves) if (anywhere & ~own) >> n & 1 and not leaf.dim()}
+    behind = [leaf for leaf in leaves_of(given) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not (without and behind):
+        return made
+    zero = silent(torch.stack([leaf.sum().double().cpu() for leaf in behind]).sum())
+    return map_leaves(
+        lambda leaf: leaf + zero.to(leaf.device, leaf.dtype) if id(leaf) in without else leaf, made
+    )
+
+
+_MOST_NUMBERS = 50
+"""Limit for a bit mask that fits a float64."""
 
 
 def _marked(

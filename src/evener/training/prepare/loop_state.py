@@ -93,7 +93,7 @@ class LoopState:
         random.exchange = lambda *numbers: self.exchange("seeding anew", *numbers)
         self.steps = 0
         self._replicas = LoopReplicas()
-        self.is_over = False
+        self.is_over, self.function = False, ""  # the name of the loss that is computing, if one is
         self.is_in_pass = False
         """True while ``backward()`` is running."""
         self.strangers = 0

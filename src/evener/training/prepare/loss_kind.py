@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from evener.data.batch import map_leaves
 from evener.data.fingerprint import generators_kept
+from evener.training.prepare.loss_arguments import Entries, SameForAll, rows_in, unwrapped
 from evener.training.prepare.sample_tensor import Joint, Kind, NotSums, leaves_of, own_of, plain_of
 
 T = TypeVar("T")
@@ -51,20 +52,25 @@ class LossKind(IntEnum):
     """Computed like WHOLE. Tried again with other values."""
 
 
-def rows_in(tree: Any) -> int:
-    """Returns the number of rows of the first tensor that has any; 0 if there is none."""
-    return next((len(leaf) for leaf in leaves_of(tree) if isinstance(leaf, Tensor) and leaf.dim()), 0)
-
-
 def way_of(function: Callable[..., Any], args: Any, kwargs: Any) -> LossKind:
-    """Returns the cheapest kind that gives the right result."""
+    """Returns the cheapest kind that gives the right result. Arguments may be wrapped, as by `Ways.wrapped`."""
     tried = _found(function, (args, kwargs), _cheapest)
     return next((max(ways) for ways in tried if ways), LossKind.UNKNOWN)
 
 
+def way_of_all(function: Callable[..., Any], given: Sequence[Any]) -> LossKind:
+    """Returns the cheapest kind that gives the right result of each of ``given``, arguments that are wrapped in several
+    ways, the likeliest first. Others count if the function works with them."""
+    first = way_of(function, *given[0])
+    if first > LossKind.PER_ROW:
+        return first
+    others = (way_of(function, *each) for each in given[1:])
+    return max([first, *(way for way in others if way is not LossKind.UNKNOWN)])
+
+
 def _found(function: Callable[..., Any], given: Any, ask: Callable[[_Try], T]) -> Iterator[list[T]]:
     """Yields answers, from the most telling values on. An answer is empty if the function failed on the values."""
-    cards = [leaf.device for leaf in leaves_of(given) if isinstance(leaf, Tensor) and leaf.is_cuda]
+    cards = [leaf.device for leaf in leaves_of(unwrapped(given)) if isinstance(leaf, Tensor) and leaf.is_cuda]
     for drawn, precise in ((True, True), (True, False), (False, True), (False, False)):
         # without devices, fork_rng() would not restore the GPU's generator
         with generators_kept(), torch.random.fork_rng(sorted({card.index or 0 for card in cards})):
@@ -95,33 +101,46 @@ class _Try:
     ) -> None:
         self._function, self._precise = function, precise
         self._rows = rows_in(given)
+        if any(type(leaf) is Entries and len(leaf) != self._rows for leaf in leaves_of(given)):
+            raise ValueError("there are several rows for each entry, and cuts would part them")
         self._size = max(self._rows + self._rows % 2, _LEAST_ROWS)
         self._cut = (self._size // parts - 1) | 1
         index = torch.arange(self._size) % max(1, self._rows)
         index[self._rows :] = torch.randint(max(1, self._rows), (max(0, self._size - self._rows),))
         index = index[torch.randperm(self._size)]
-        outputs = _outputs_of(given)
-        self._whole = map_leaves(lambda leaf: self._made(leaf, index, drawn, id(leaf) in outputs), given)
+        outputs = _outputs_of(unwrapped(given))
+        self._whole = map_leaves(lambda leaf: self._made(leaf, index, drawn, outputs), given)
         self._value, self._gradients, self._state = self._computed(self._whole, None)
         if not self._value or not all(map(math.isfinite, self._value)):
             raise ArithmeticError("nothing can be compared with what is not finite")
 
-    def _made(self, leaf: Any, index: Tensor, drawn: bool, is_output: bool) -> Any:
+    def _made(self, leaf: Any, index: Tensor, drawn: bool, outputs: set[int]) -> Any:
+        """Returns the rows of ``leaf``, or the entries, at ``index``, with values to try."""
+        if isinstance(leaf, SameForAll):
+            return leaf.map(self._plainly)
+        if isinstance(leaf, Entries):
+            return leaf.at(index.tolist()).map(lambda each: self._valued(each, id(each) in outputs, drawn))
+        if not self._has_rows(leaf):
+            return self._plainly(leaf)
+        rows = self._plainly(leaf)[index.to(leaf.device)]
+        return self._valued(rows, id(leaf) in outputs, drawn)
+
+    def _plainly(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         leaf = plain_of(leaf).detach()
-        if self._precise and leaf.is_floating_point():
-            leaf = leaf.double()
-        if not self._has_rows(leaf):
+        return leaf.double() if self._precise and leaf.is_floating_point() else leaf
+
+    def _valued(self, leaf: Any, is_output: bool, drawn: bool) -> Any:
+        leaf = self._plainly(leaf)
+        if not is_output:
             return leaf
-        leaf = leaf[index.to(leaf.device)]
-        if is_output:
-            leaf = (_drawn_like(leaf) if drawn else leaf.clone()).requires_grad_()
-        return leaf
+        return (_drawn_like(leaf) if drawn and leaf.dim() else leaf.clone()).requires_grad_()
 
     def _has_rows(self, leaf: Any, rows: int | None = None) -> bool:
         expected = self._rows if rows is None else rows
-        return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == expected
+        of_rows = (isinstance(leaf, Tensor) and leaf.dim() > 0) or type(leaf) is Entries
+        return of_rows and len(leaf) == expected
 
     def _parts(self) -> list[Any]:
         cuts = slice(0, self._cut), slice(self._cut, self._size)
@@ -130,6 +149,8 @@ class _Try:
     def _part(self, rows: slice, leaf: Any) -> Any:
         if not self._has_rows(leaf, self._size):
             return leaf
+        if isinstance(leaf, Entries):
+            return leaf.at(range(*rows.indices(len(leaf)))).map(_own_leaf)
         return leaf.detach()[rows].requires_grad_(leaf.requires_grad)
 
     def _computed(self, given: Any, joint: Joint | None) -> _Found:
@@ -138,6 +159,7 @@ class _Try:
         if isinstance(function, nn.Module):
             function = copy.deepcopy(function)
             function = function.double() if self._precise else function
+        given = unwrapped(given)
         args, kwargs = given if joint is None else own_of(given, joint)
         with torch.enable_grad():
             made = [leaf for leaf in leaves_of(function(*args, **kwargs)) if isinstance(leaf, Tensor)]
@@ -192,10 +214,15 @@ class _Try:
         """Relative tolerance: far above rounding, and far below the weight of a sample."""
         kinds = [
             leaf.dtype
-            for leaf in leaves_of(self._whole)
+            for leaf in leaves_of(unwrapped(self._whole))
             if isinstance(leaf, Tensor) and leaf.is_floating_point()
         ]
         return 3 * math.sqrt(max((float(torch.finfo(kind).eps) for kind in kinds), default=1e-16))
+
+
+def _own_leaf(leaf: Any) -> Any:
+    """Returns a tensor as a leaf of its own of the graph."""
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _outputs_of(given: Any) -> set[int]:

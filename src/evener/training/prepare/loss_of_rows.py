@@ -1,0 +1,259 @@
+"""A loss that every rank computes from the rows of all ranks, because it is no sum over samples.
+
+What its arguments are is told in :mod:`evener.training.prepare.loss_arguments`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from evener.data.batch import map_leaves
+from evener.data.division import own_slice
+from evener.data.fingerprint import generators_kept
+from evener.errors import DivergenceError, LossError
+from evener.training.consistency.replicas import digest
+from evener.training.prepare.gather import gathered, gathered_entries
+from evener.training.prepare.global_loss import of_all, over_of_all, with_graphs_of_all
+from evener.training.prepare.loop_state import LoopState
+from evener.training.prepare.loss_arguments import (
+    GO_ON,
+    Arguments,
+    OfRank,
+    Path,
+    Told,
+    Ways,
+    address,
+    map_parts,
+)
+from evener.training.prepare.positions import refuse_divided
+from evener.training.prepare.rank_checks import check_marks
+from evener.training.prepare.sample_tensor import leaves_of, plain_of
+from evener.training.step.step import not_finite
+
+
+class OfRows:
+    """Computes a function on each rank from the rows of all ranks. Collective calls.
+
+    Attributes:
+        arguments: What is known of the function's arguments.
+    """
+
+    def __init__(self, function: Any, place: LoopState) -> None:
+        self.function, self._place = function, place
+        self.arguments = Arguments()
+        self._is_new = True
+
+    def told(self, given: Any) -> Told:
+        """Returns what the arguments of this call are. A collective call."""
+        place, current_batch = self._place, self._place.current_batch("")
+        samples = len(current_batch.micro.samples)
+        held = _memory_of(place.learner.model)
+        rows, seen = self.arguments.seen_by(given, samples, held, current_batch.shares, place.later.is_late)
+        fits = bool(rows) and not current_batch.dim and not rows % samples
+        own = OfRank(current_batch.agreed, rows, samples, current_batch.micro.weight, fits, seen)
+        said = place.session.control.gather_objects(own)
+        check_marks([each.mark for each in said])
+        return self.arguments.told(said, place.data.of_parts(said))
+
+    def __call__(self, given: Any, told: Told | None = None) -> Any:
+        """Returns the function's result for the samples of all ranks; of its rows, those of this rank.
+
+        Args:
+            given: Positional and keyword arguments.
+            told: What they are, if that was asked already.
+        """
+        place, current_batch = self._place, self._place.current_batch("")
+        refuse_divided(f"{name_of(self.function)} is no sum or mean over positions", current_batch)
+        told = told or self.told(given)
+        self._check_rows(told, given)
+        made = self._computed(told, given)
+        if any(ways.entries for ways in told.ways):
+            made = with_graphs_of_all(place, made, given)
+        number = first_number(made)
+        over_of_all(place, True, number, 0, self._is_new)
+        self._is_new = False
+        self.check_finite(number)
+        shares = told.shares
+        own = own_slice(shares, place.data.index) if current_batch.samples else slice(0, 1)
+        return map_leaves(lambda leaf: leaf[own] if _has_rows(leaf, sum(shares)) else leaf, made)
+
+    def _computed(self, told: Told, given: Any) -> Any:
+        """Returns what the function makes of the samples of all ranks.
+
+        Raises:
+            LossError: If what belongs to the samples cannot be told, and makes a difference.
+        """
+        of_all = self._of_all(told, given)
+        failed, worked, error = list[Ways](), list[tuple[Ways, list[float]]](), None
+        for ways in told.ways if len(told.ways) > 1 else ():
+            with generators_kept(), self.at_work():
+                try:
+                    worked.append((ways, self._numbers_of(_taken(given, ways, of_all))))
+                except Exception as raised:
+                    failed, error = [*failed, ways], error or raised
+        if error is not None and not worked:
+            raise error
+        for ways, numbers in worked[1:]:
+            if not _are_near(numbers, worked[0][1]):
+                places = [*(ways.rows ^ worked[0][0].rows), *(ways.entries ^ worked[0][0].entries)]
+                raise LossError(
+                    _EITHER.format(
+                        name=name_of(self.function), places=", ".join(sorted(map(_words_of, places)))
+                    )
+                )
+        ways = worked[0][0] if worked else told.ways[0]
+        if worked:
+            self.arguments.learn(told, ways, failed)
+        args, kwargs = _taken(given, ways, of_all)
+        with self._place.random.drawn(), self.at_work():
+            return self.function(*args, **kwargs)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Context in which the function computes, for errors that it raises."""
+        before, self._place.function = self._place.function, name_of(self.function)
+        try:
+            yield
+        finally:
+            self._place.function = before
+
+    def _numbers_of(self, given: Any) -> list[float]:
+        """Returns the numbers that the function makes of these arguments, as a try."""
+        function = copy.deepcopy(self.function) if isinstance(self.function, nn.Module) else self.function
+        found = [leaf for leaf in leaves_of(function(*given[0], **given[1])) if isinstance(leaf, Tensor)]
+        return [float(leaf.detach()) for leaf in found if not leaf.dim()]
+
+    def _of_all(self, told: Told, given: Any) -> dict[Path, Any]:
+        """Returns the rows and entries of all ranks, by their places. A collective call."""
+        place, found = self._place, dict[Path, Any]()
+        lists = frozenset[Path]().union(*(ways.entries for ways in told.ways))
+        rows = frozenset[Path]().union(*(ways.rows for ways in told.ways))
+        sure = frozenset.intersection(*(ways.entries for ways in told.ways))
+        entries = dict[Path, Any]()
+
+        def visit(path: Path, part: Any) -> Any:
+            if path in lists:
+                entries[path] = part
+            if path in rows:
+                found[path] = gathered(part, told.shares, place)
+            return part if path in sure else GO_ON
+
+        map_parts(visit, given)
+        if entries:
+            shares = [each.samples * each.weight for each in told.samples]
+            found |= gathered_entries(entries, shares, place)
+        return found
+
+    def check_finite(self, number: Tensor | None) -> None:
+        """Checks a loss that each rank has computed for the whole batch.
+
+        Raises:
+            DivergenceError: If it has a gradient and is not finite.
+        """
+        step = self._place.steps
+
+        def known(values: list[float]) -> None:
+            if not math.isfinite(values[0]):
+                raise DivergenceError(not_finite(f"the loss is {values[0]} in step {step}"))
+
+        if number is not None and number.requires_grad:
+            self._place.later.check(known, plain_of(number).detach())
+
+    def _check_rows(self, told: Told, given: Any) -> None:
+        """Raises LossError on all ranks if what they have makes no batch. A collective call."""
+        name = name_of(self.function)
+        if not all(each.fits for each in told.said):
+            raise LossError(_NO_ROWS.format(name=name))
+        for path, is_of_rows in told.unlike():
+            kinds = [each.seen[path].kind if path in each.seen else "nothing" for each in told.said]
+            if is_of_rows:
+                raise LossError(_OTHER_SHAPES.format(name=name, place=_words_of(path), shapes=kinds))
+            raise LossError(_OTHER_VALUES.format(name=name, place=_words_of(path), where=""))
+        on_device = [leaf for leaf in told.of_no_sample(given) if self._place.later.is_late(leaf)]
+        if on_device:
+            self._compare_later(on_device)
+
+    def _compare_later(self, tensors: Sequence[Tensor]) -> None:
+        """Compares tensors of a device that must be the same on all ranks. A collective call."""
+        where = self._place.later.where
+
+        def known(digests: list[float]) -> None:
+            if digests != digests[: len(tensors)] * self._place.world_size:
+                raise LossError(
+                    _OTHER_VALUES.format(name=name_of(self.function), place=_SOMETHING, where=where)
+                )
+
+        self._place.later.check(known, of_all(self._place, *map(digest, tensors)))
+
+
+_NO_ROWS = (
+    "{name} is no sum or mean over samples, and what it was called with has no row for each of a rank's samples along "
+    "the first dimension, so that it cannot be computed from those of all ranks: pass all that belongs to samples as "
+    "tensors with the samples first, or as lists of one entry per sample, or give an evener.loss that says its sum and "
+    "its count"
+)
+_OTHER_SHAPES = (
+    "{name} is no sum or mean over samples, and is computed from the rows of all ranks, which are not of one shape in "
+    "{place}: {shapes}. Let all ranks fill up to one length, pass a list of one tensor per sample (list(outputs)), or "
+    "give an evener.loss that says its sum and its count"
+)
+_SOMETHING = "something"
+_OTHER_VALUES = (
+    "{name} was called{where} with something that is no row of samples and differs between ranks, {place}, such as a "
+    "number counted from a rank's own samples: let the function count it from its arguments. What has several rows for "
+    "a sample, or other numbers of rows for each, is passed as a list of one entry per sample"
+)
+_EITHER = (
+    "{name} was called with what is the same on all ranks and as long as a rank's samples are many, {places}: it may "
+    "belong to the samples or be the same for all of them, and the loss is another one then. Let the function find a "
+    "constant outside of its arguments (a closure, functools.partial, a buffer of a module). What belongs to the "
+    "samples comes as tensors of the prepared loader, or as a list of one entry per sample; what is one list for all "
+    "samples, as a dict"
+)
+
+
+def _has_rows(leaf: Any, rows: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows
+
+
+def _memory_of(model: nn.Module) -> set[int]:
+    """Returns the addresses of the model's parameters and buffers."""
+    return {address(each) for each in (*model.parameters(), *model.buffers())} - {0}
+
+
+def _taken(given: Any, ways: Ways, of_all: Mapping[Path, Any]) -> Any:
+    """Returns the arguments with the rows and entries of all ranks in the places that ``ways`` says."""
+
+    def visit(path: Path, _: Any) -> Any:
+        return of_all[path] if path in ways.entries or path in ways.rows else GO_ON
+
+    return map_parts(visit, given)
+
+
+def _words_of(path: Path) -> str:
+    """Returns the name of a place in the arguments of a function."""
+    inner = "".join(f"[{key!r}]" for key in path[2:])
+    return (f"argument {path[1] + 1}" if path[0] == 0 else f"argument {path[1]!r}") + (
+        inner and f" at {inner}"
+    )
+
+
+def _are_near(some: Sequence[float], others: Sequence[float]) -> bool:
+    if len(some) != len(others):
+        return False
+    return all(math.isclose(a, b, rel_tol=1e-6) or a == b for a, b in zip(some, others, strict=True))
+
+
+def first_number(made: Any) -> Tensor | None:
+    found = (leaf for leaf in leaves_of(made) if isinstance(leaf, Tensor) and not leaf.dim())
+    return next(found, None)
+
+
+def name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))
