@@ -121,7 +121,7 @@ class PostBackwardSum(Reducer):
         return [p for p in self._learner.trained.first if not is_apart(p)]
 
     def hooked_in(self, passes: int) -> Sequence[nn.Parameter]:
-        return hooked([*self._trained, *self._thawed()])
+        return [*super().hooked_in(passes), *hooked([*self._trained, *self._thawed()])]
 
     def _sum(self, parameters: Iterable[nn.Parameter]) -> None:
         sum_in_buckets(parameters, self._sparse, self.bucket_bytes, self._all_reduce)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from evener.collectives.base import AllReduce, key_of
 from evener.collectives.registry import make
 from evener.components import gradients
+from evener.components.checks.param_hooks import refuse_late_hooks
 from evener.components.coalesce import broadcast_together, in_buckets, sent_as_one
 from evener.components.sharded_tensor.local import local
 from evener.components.sharded_tensor.shard_spec import shard_spec
@@ -47,6 +49,15 @@ class Reducer(Synchronizer):
 
     def sums_in_backward(self, parameter: nn.Parameter) -> bool:
         return is_apart(parameter)
+
+    def hooked_in(self, passes: int) -> Sequence[nn.Parameter]:
+        refuse_late_hooks(self._divided, self._learner.names)
+        return ()
+
+    @cached_property
+    def _divided(self) -> list[nn.Parameter]:
+        """The parameters of which this rank has a shard."""
+        return [p for p in self._learner.names if shard_spec(p) is not None]
 
     def unused(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         return [self._learner.names[p] for p in parameters if p.grad is None and p.numel()]

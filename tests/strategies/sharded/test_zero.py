@@ -337,6 +337,23 @@ def test_what_cannot_be_is_refused(ranks: Any, name: str, settings: dict[str, An
         assert re.search(words, message), message
 
 
+def hooked_in_mid_run(stage: str) -> str:
+    settings: dict[str, Any] = {"strategy": "sharded", "strategy_option": (f"zero={stage}",), "device": "cpu"}
+    with Engine(tasks.plain(), steps=3, **settings) as engine:
+        batches = engine.batches()
+        engine.step(next(batches))
+        next(engine.model.parameters()).register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        with pytest.raises(ConfigurationError) as caught:
+            engine.step(next(batches))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_a_hook_that_comes_in_mid_run_is_refused(ranks: Any, stage: str) -> None:
+    for message in ranks(2).run(hooked_in_mid_run, stage):
+        assert "weight has a hook on its gradient, of which each rank has a part" in message
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -4,12 +4,15 @@ of the model compute a part of the gradient: nobody would call the hooks with th
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import warn_if_has_hooks
 
-from evener.errors import TaskError
-from evener.torch_internals.autograd import has_accumulation_hooks
+from evener.errors import ConfigurationError, TaskError
+from evener.torch_internals.autograd import has_accumulation_hooks, hooked, hooks_of
 
 DIVIDED = "in whose place strategy {!r} may put a piece"
 COPIED = "of which strategy {!r} has copies that would not call it"
@@ -24,6 +27,26 @@ def refuse_hooks(model: nn.Module, strategy: str, why: str = DIVIDED) -> None:
             f"the model registers a hook on the gradient of {hooked[0]}, {why.format(strategy)}; change gradients in "
             "the model's forward instead, by a hook on what the weight is multiplied with, or use strategy 'ddp'"
         )
+
+
+def refuse_late_hooks(parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
+    """Raises ConfigurationError if a hook was registered on a parameter of which this rank has a shard, after the model
+    was divided. Hooks of Evener and PyTorch, by the module that defines them, may be there.
+
+    Args:
+        names: The names of the parameters.
+    """
+    for parameter in hooked(parameters):
+        found = chain.from_iterable((each or {}).values() for each in hooks_of(parameter) or ())
+        if not all(_home_of(hook).partition(".")[0] in ("evener", "torch") for hook in found):
+            raise ConfigurationError(
+                f"{names[parameter]} has a hook on its gradient, of which each rank has a part: change gradients in "
+                "the model's forward instead, by a hook on what the weight is multiplied with, or use strategy 'ddp'"
+            )
+
+
+def _home_of(hook: Any) -> str:
+    return str(getattr(getattr(hook, "func", hook), "__module__", ""))
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
