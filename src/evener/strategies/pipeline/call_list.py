@@ -1,7 +1,8 @@
 """Finds the calls of a model: by reading its code if possible, otherwise by running it on the first samples.
 
-Reading is preferred, because its result holds for every sample. Reading may fail in a part of the code around blocks;
-the model could then be cut only around that part. In this case, too, the model is run instead.
+Reading is preferred, because its result holds for every sample; a run on the first samples must agree with it. Reading
+may fail in a part of the code around blocks; the model could then be cut only around that part. In this case, too, the
+model is run instead.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import fx, nn
 from evener.errors import ConfigurationError, EvenerError, TaskError
 from evener.strategies.learner import Learner
 from evener.strategies.pipeline.module_calls import leaves_of
+from evener.strategies.pipeline.reading_check import check_reading
 from evener.strategies.pipeline.traced_run import Rehearsal, try_both
 from evener.strategies.pipeline.tracing import above, opened_in, read_both
 
@@ -42,7 +44,7 @@ def calls_of(
     if blocks is not None:
         opened = _above_blocks(model, blocks) | {place for name in named for place in above(name)}
         return _tried(model, example, learner, opened)
-    graphs, error = _read(model, example, named)
+    graphs, error = _read(model, example, learner, named)
     if graphs is not None and not _is_cut_short(model, graphs, named):
         return graphs
     try:
@@ -54,10 +56,13 @@ def calls_of(
 
 
 def _read(
-    model: nn.Module, example: dict[str, Any] | None, named: Sequence[str]
+    model: nn.Module, example: dict[str, Any] | None, learner: Learner, named: Sequence[str]
 ) -> tuple[Graphs | None, TaskError | None]:
     try:
-        return read_both(model, example, named), None
+        graphs = read_both(model, example, named)
+        if example is not None:
+            check_reading(graphs, _rehearsal(model, (), example, learner))
+        return graphs, None
     except TaskError as error:
         if example is None:
             raise
@@ -78,9 +83,7 @@ def _tried(
     model: nn.Module, example: dict[str, Any] | None, learner: Learner, opened: frozenset[str]
 ) -> Graphs:
     session, found, error = learner.session, None, None
-    rehearsal = Rehearsal(
-        model, leaves_of(model, opened), example or {}, session.device, learner.settings.weight_type
-    )
+    rehearsal = _rehearsal(model, leaves_of(model, opened), example, learner)
     try:
         found = try_both(rehearsal)
     except EvenerError as refusal:
@@ -98,6 +101,12 @@ def _tried(
             )
     assert found is not None
     return found
+
+
+def _rehearsal(
+    model: nn.Module, leaves: tuple[str, ...], example: dict[str, Any] | None, learner: Learner
+) -> Rehearsal:
+    return Rehearsal(model, leaves, example or {}, learner.session.device, learner.settings.weight_type)
 
 
 def _words(graphs: Graphs) -> str:

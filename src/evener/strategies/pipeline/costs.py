@@ -26,7 +26,7 @@ from evener.hardware import accelerators
 from evener.nn.context import outside
 from evener.strategies.pipeline.stages import crossings
 from evener.strategies.pipeline.traced_run import Rehearsal, TracedCalls
-from evener.strategies.pipeline.tracing import inputs_of
+from evener.strategies.pipeline.tracing import gradients_as, inputs_of
 
 _PASSES, _TURNS = 3, 3
 """Passes through the model, and repetitions of each layer in a pass. The fastest counts, to avoid disturbances."""
@@ -64,7 +64,8 @@ class Measuring(fx.Interpreter):
         """Bytes of the result of each call."""
 
     def run_node(self, n: fx.Node) -> Any:
-        found = super().run_node(n)
+        with gradients_as(n):
+            found = super().run_node(n)
         self.nbytes[n] = sum(tensor.nbytes for tensor in taken_apart(found)[1])
         return found
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from evener.core.types import Forward, Tree
 from evener.errors import ConfigurationError
@@ -24,7 +24,7 @@ from evener.strategies.pipeline.remote_weights import Away, whole_forms
 from evener.strategies.pipeline.stage_code import function_of
 from evener.strategies.pipeline.stage_replay import Replay
 from evener.strategies.pipeline.stages import Stages
-from evener.strategies.pipeline.tracing import inputs_of
+from evener.strategies.pipeline.tracing import fixed_of, inputs_of
 
 
 class StageEndedError(BaseException):
@@ -105,11 +105,23 @@ class _Read:
         graphs = {training: stages.graph(training) for training in (True, False)}
         self._inputs = {mode: inputs_of(graph, signature) for mode, graph in graphs.items()}
         self._functions: dict[tuple[int, bool], Callable[..., Any]] = {}
+        self._example, self._fixed = stages.example, fixed_of(stages.model, stages.example) or {}
 
     def __call__(self, number: int, received: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
         model, bound = self._stages.model, arguments_of(self._signature, args, kwargs)
+        self._check_fixed(bound)
         inputs = [bound[name] for name in self._inputs[model.training].values()]
         return self._function(number, model.training)(model, *inputs, *received)
+
+    def _check_fixed(self, bound: dict[str, Any]) -> None:
+        """Raises ConfigurationError if an argument that decides which way the code goes is another than it was."""
+        for name, was in self._fixed.items():
+            value = bound.get(name)
+            if type(value) is not type(was) or value != was:
+                _refuse_other(self._stages, name, was, value)
+        for name, value in bound.items():
+            if value is None and self._example.get(name) is not None:
+                _refuse_other(self._stages, name, self._example[name], value)
 
     def _function(self, number: int, training: bool) -> Callable[..., Any]:
         key = number, training
@@ -117,6 +129,19 @@ class _Read:
             stage = self._stages.stage(number, training)
             self._functions[key] = function_of(stage, list(self._inputs[training]))
         return self._functions[key]
+
+
+def _refuse_other(stages: Stages, name: str, was: Any, now: Any) -> NoReturn:
+    kind = type(stages.model).__name__
+    raise ConfigurationError(
+        f"{kind}.forward is given {name}={_shown(now)}, and was given {_shown(was)} when its code was read to cut it "
+        f"into stages, which may decide what it calls: give {name} the same value in all batches, or name the list of "
+        "blocks (--strategy-option blocks=NAME), with which the code runs again in each step"
+    )
+
+
+def _shown(value: Any) -> str:
+    return "a tensor" if isinstance(value, Tensor) else repr(value)[:80]
 
 
 class _Tried:

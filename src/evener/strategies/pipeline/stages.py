@@ -101,6 +101,8 @@ class Stages:
         graphs = tried or read_both(model, arguments, [name for name in names if name != NOTHING])
         self._modes = {training: _divided(graph, names, model) for training, graph in graphs.items()}
         self._graphs, self.is_tried = graphs, tried is not None
+        self.example: Arguments = arguments or {}
+        """Arguments of ``forward`` with which its code was read."""
 
     def __len__(self) -> int:
         return len(self._modes[True])

@@ -93,7 +93,7 @@ class PipelineStepper(Stepper):
             if id(buffer) in changed and len(place.forward.owners.get(name, ())) > 1:
                 return (
                     f"buffer {name} is written in training and used by several stages of the pipeline, of which each "
-                    "would have its own: cut so that one stage has all its uses"
+                    "would have its own: write and use it inside of a block, or cut so that one stage has all its uses"
                 )
         return None
 

@@ -29,10 +29,19 @@ from evener.errors import EvenerError, TaskError
 from evener.hardware import accelerators
 from evener.nn.context import outside
 from evener.strategies.pipeline.module_calls import Answer, answered
-from evener.strategies.pipeline.tracing import Arguments, above, in_mode, nothing_changed
+from evener.strategies.pipeline.side_effects import (
+    WeightsKept,
+    changed_words,
+    changes,
+    nothing_changed,
+    places_of,
+    state_of,
+    tensors_kept,
+)
+from evener.strategies.pipeline.tracing import Arguments, above, in_mode
 from evener.strategies.pipeline.trial_weights import Bodies
 from evener.strategies.pipeline.value_flow import Flow
-from evener.torch_internals.storages import address, memory_of
+from evener.torch_internals.modules import own_buffers, own_parameters
 
 Unseen = Callable[[], AbstractContextManager[None]]
 
@@ -123,13 +132,15 @@ def _tried(rehearsal: Rehearsal) -> TracedCalls:
     name = type(rehearsal.model).__name__
     try:
         with rehearsal.stage() as run, nothing_changed(rehearsal.model, _around(rehearsal)):
-            run(_Noting(), rehearsal.inputs())  # first run: the model makes whatever it makes once and keeps
-            fewer = _called_for(run, rehearsal.fewer())
-            inputs = rehearsal.inputs()
-            flow = Flow(_places(rehearsal.model), inputs)
+            with WeightsKept(places_of(rehearsal.model.named_parameters())):
+                fewer = _called_for(run, rehearsal.fewer())
+                run(_Noting(), rehearsal.inputs())  # the model makes whatever it makes once and keeps
+            inputs, kept = rehearsal.inputs(), _Kept(rehearsal)
+            flow = Flow(_places(rehearsal.model), inputs, kept.places)
             with flow:
                 outputs = run(flow.call, inputs, flow.unseen)
             needed = flow.ended(outputs)
+            kept.check(flow)
     except EvenerError:
         raise
     except Exception as error:
@@ -162,9 +173,38 @@ def _called_for(run: Callable[..., Any], inputs: Arguments) -> list[str] | None:
     noting = _Noting()
     try:
         run(noting, inputs)
+    except EvenerError:
+        raise
     except Exception:
         return None
     return noting.names
+
+
+class _Kept:
+    """What modules around blocks keep in their attributes from one run to the next."""
+
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        self._modules = [rehearsal.model.get_submodule(name) for name in sorted(_around(rehearsal))]
+        self._before = [state_of(module) for module in self._modules]
+        named = [
+            (n, name, t) for n, each in enumerate(self._modules) for name, t in tensors_kept(each).items()
+        ]
+        self._names = {f"{n}.{name}": (n, name) for n, name, _ in named}
+        self.places = places_of((f"{n}.{name}", tensor) for n, name, tensor in named)
+        """A key of each tensor that is kept, by the address of its memory."""
+
+    def check(self, flow: Flow) -> None:
+        """Raises TaskError if the run has used what was kept before, and changed it; or has changed anything else."""
+        used, written = ({self._names[key] for key in keys} for keys in (flow.kept_used, flow.kept_written))
+        for number, (module, before) in enumerate(zip(self._modules, self._before, strict=True)):
+            changed = set(changes(before, state_of(module)))
+            plain = {key for key in changed if not isinstance(before.get(key), Tensor | None)}
+            weights = changed & (own_buffers(module).keys() | own_parameters(module).keys())
+            grown = {key for key in changed if key not in before and "[" in key}
+            stale = {key for n, key in used if n == number and key in changed}
+            into = {key for n, key in written if n == number}
+            for key in sorted(plain | weights | grown | stale | into):
+                raise TaskError(changed_words(module, key))
 
 
 def _around(rehearsal: Rehearsal) -> frozenset[str]:
@@ -174,8 +214,7 @@ def _around(rehearsal: Rehearsal) -> frozenset[str]:
 
 def _places(model: nn.Module) -> dict[int, str]:
     """Returns the name of each parameter and buffer by the address of its memory."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    return {address(part.untyped_storage()): name for name, tensor in named for part in memory_of(tensor)}
+    return places_of((*model.named_parameters(), *model.named_buffers()))
 
 
 def _written_down(flow: Flow, needed: set[int], leaves: tuple[str, ...]) -> TracedCalls:

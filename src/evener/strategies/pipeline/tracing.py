@@ -13,7 +13,8 @@ The opened modules are the model itself, ``nn.Sequential`` and ``nn.ModuleList``
 module whose own code cannot be read stays one call. ``forward`` is read twice, in training and in evaluation, because
 it may ask ``self.training``.
 
-Proxies would miss two things silently; these are refused: ``forward`` changes attributes, or draws random numbers.
+Proxies would miss what ``forward`` does besides (:mod:`evener.strategies.pipeline.side_effects`): it changes attributes
+or weights, draws random numbers, or switches autocast on or off. Such code is not read. ``torch.no_grad`` is noted.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 from torch import fx, nn
 
 from evener.errors import TaskError
+from evener.strategies.pipeline.side_effects import OnlyProxies, nothing_changed, nothing_drawn, places_of
 from evener.torch_internals.autograd import applied
 
 Arguments = Mapping[str, Any]
@@ -36,6 +38,9 @@ Arguments = Mapping[str, Any]
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _MAKERS = ("arange", "zeros", "ones", "full", "empty", "eye", "linspace")
 """Functions of torch that make a tensor from sizes, which may be proxies."""
+WITHOUT_GRADIENTS = "without_gradients"
+"""Key in the ``meta`` of a node: True if its call is made under ``torch.no_grad``."""
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
 
 
 def read_both(model: nn.Module, arguments: Arguments | None, named: Sequence[str]) -> dict[bool, fx.Graph]:
@@ -50,7 +55,7 @@ def read_both(model: nn.Module, arguments: Arguments | None, named: Sequence[str
     """
     found = {}
     for training in (True, False):
-        with in_mode(model, training):
+        with in_mode(model, training), torch.enable_grad():
             found[training] = _read(model, arguments, named)
     return found
 
@@ -75,10 +80,11 @@ def _read(model: nn.Module, arguments: Arguments | None, named: Sequence[str]) -
             with (
                 _makers_recorded(),
                 applied(_recorded_function),
-                _nothing_drawn(model),
-                nothing_changed(model, opened),
+                nothing_drawn(model),
+                nothing_changed(model, opened, tensors=True),
+                OnlyProxies(places_of((*model.named_parameters(), *model.named_buffers()))),
             ):
-                return reader.trace(model, _fixed(model, arguments))
+                return reader.trace(model, fixed_of(model, arguments))
         except TaskError:
             raise
         except Exception as error:
@@ -89,6 +95,11 @@ def _read(model: nn.Module, arguments: Arguments | None, named: Sequence[str]) -
                     "depends on numbers into a module of its own, or write the model as an nn.Sequential of blocks"
                 ) from error
             opened = opened - {reader.inside[-1]}
+
+
+def gradients_as(node: fx.Node) -> torch.set_grad_enabled:
+    """Returns a context in which gradients are off if they were around the call when it was read."""
+    return torch.set_grad_enabled(torch.is_grad_enabled() and not node.meta.get(WITHOUT_GRADIENTS, False))
 
 
 def inputs_of(graph: fx.Graph, signature: inspect.Signature) -> dict[fx.Node, str]:
@@ -107,8 +118,20 @@ class _Reader(fx.Tracer):
     def __init__(self, opened: frozenset[str]) -> None:
         super().__init__()
         self._opened = opened
+        self._autocast = _autocast()
         self.inside: list[str] = []
         """Opened modules whose code is being read. They stay in the list if reading fails."""
+
+    def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Proxy:
+        if target in _GRADIENTS:
+            raise TaskError(
+                "the code around the blocks takes gradients itself, of which each stage has a part only"
+            )
+        if _autocast() != self._autocast:
+            raise TaskError("the code around the blocks switches autocast on or off, which cannot be read")
+        found = super().create_proxy(kind, target, *args, **kwargs)
+        found.node.meta[WITHOUT_GRADIENTS] = not torch.is_grad_enabled()
+        return found
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened
@@ -120,6 +143,13 @@ class _Reader(fx.Tracer):
         found = super().call_module(m, forward, args, kwargs)
         self.inside.pop()
         return found
+
+
+def _autocast() -> tuple[object, ...]:
+    """Returns whether autocast is on, and its types, which no call that is read shows."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kinds = ("cpu",) if device is None else ("cpu", device.type)
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 def opened_in(model: nn.Module, named: Sequence[str]) -> frozenset[str]:
@@ -148,8 +178,9 @@ def above(name: str) -> Iterator[str]:
     yield from (".".join(parts[:length]) for length in range(1, len(parts)))
 
 
-def _fixed(model: nn.Module, arguments: Arguments | None) -> dict[str, Any] | None:
-    """Returns the arguments that ``forward`` sees as they are, not as proxies: None, numbers and strings."""
+def fixed_of(model: nn.Module, arguments: Arguments | None) -> dict[str, Any] | None:
+    """Returns the arguments that ``forward`` sees as they are, not as proxies: None, words, truth values, and numbers
+    that are the parameter's default. Other numbers, such as a length, may be different ones in each step."""
     parameters = inspect.signature(model.forward).parameters
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {
@@ -157,7 +188,11 @@ def _fixed(model: nn.Module, arguments: Arguments | None) -> dict[str, Any] | No
         for name, value in (arguments or {}).items()
         if name in parameters
         and parameters[name].kind in kinds
-        and (value is None or isinstance(value, bool | int | float | str))
+        and (
+            value is None
+            or isinstance(value, bool | str)
+            or (isinstance(value, int | float) and value == parameters[name].default)
+        )
     }
 
 
@@ -196,35 +231,3 @@ def _stand_ins(arguments: Any) -> list[fx.Proxy]:
     found: list[fx.Proxy] = []
     fx.node.map_aggregate(arguments, lambda leaf: found.append(leaf) if isinstance(leaf, fx.Proxy) else leaf)
     return found
-
-
-@contextmanager
-def nothing_changed(model: nn.Module, opened: frozenset[str]) -> Iterator[None]:
-    """Raises TaskError at the end of the block if ``forward`` has changed an attribute: the change would happen once,
-    or in some of the stages only."""
-    modules = {name: module for name, module in model.named_modules() if name in opened}
-    before = {name: dict(vars(module)) for name, module in modules.items()}
-    yield
-    for name, module in modules.items():
-        changed = [
-            key
-            for key, value in vars(module).items()
-            if value is not before[name].get(key) and not isinstance(value, torch.Tensor)
-        ]
-        if changed:
-            raise TaskError(
-                f"{type(module).__name__}.forward changes its attribute {changed[0]!r}, which would happen once, when "
-                "the model is cut into stages, and not in every step: do it inside of a block, or keep it in a buffer"
-            )
-
-
-@contextmanager
-def _nothing_drawn(model: nn.Module) -> Iterator[None]:
-    """Raises TaskError if random numbers were drawn in the block: these would be the same in every step."""
-    drawn = torch.get_rng_state()
-    yield
-    if not torch.equal(drawn, torch.get_rng_state()):
-        raise TaskError(
-            f"{type(model).__name__}.forward draws random numbers outside of its blocks, which would be drawn once, "
-            "when the model is cut into stages, and not in every step: draw them inside of a block"
-        )

@@ -13,9 +13,10 @@ returning it, and other code uses the tensor, it would be missing on another ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from evener.components.tree_spec import taken_apart
 from evener.data.batch import map_leaves
 from evener.errors import TaskError
+from evener.torch_internals.autograd import hooks_of
 from evener.torch_internals.dispatch import READS_NUMBER, DispatchMode, written
 from evener.torch_internals.storages import StorageWeakRef, address, memory_of
 
@@ -64,13 +66,22 @@ class Flow(DispatchMode):
     Args:
         weights: Name of each parameter and buffer, by the address of its memory.
         inputs: Inputs of the model.
+        kept: A key of each tensor that attributes around modules hold, by the address of its memory.
 
     Raises:
         TaskError: In the block, if the model does something that would get lost on several ranks.
     """
 
-    def __init__(self, weights: dict[int, str], inputs: Any) -> None:
+    def __init__(
+        self, weights: dict[int, str], inputs: Any, kept: Mapping[int, str] = MappingProxyType({})
+    ) -> None:
         super().__init__()
+        self._kept = kept
+        self.kept_used: set[str] = set()
+        """Keys of kept tensors that the code around modules uses, or gives to modules."""
+        self.kept_written: set[str] = set()
+        """Keys of kept tensors into which the code around modules writes."""
+        self._results: list[Tensor] = []
         self.calls: list[ModuleCall] = []
         self.reads: dict[str, int] = {}
         """Weights that the code around modules reads, each with the number of calls before it."""
@@ -132,6 +143,7 @@ class Flow(DispatchMode):
                 leaf.detach().requires_grad_(leaf.requires_grad).clone()
             )  # not a leaf: in-place writes to a leaf are forbidden
         self._mark([fresh], _Mark(frozenset({number})))
+        self._results.append(fresh)
         return fresh
 
     def ended(self, outputs: Any) -> set[int]:
@@ -139,6 +151,11 @@ class Flow(DispatchMode):
         that control flow before it depended on."""
         used = self._used(taken_apart(outputs)[1])
         _refuse_drawn(used)
+        if any(hooks_of(tensor) for tensor in self._results):
+            raise TaskError(
+                "the code around the blocks registers a hook on what a module returned, which each stage of a pipeline "
+                "would call with its own part of the gradient: register it inside of a block"
+            )
         found = set(used.values)
         for number, call in enumerate(self.calls):
             decided = (value for value, since in self._decided.items() if since <= number + 1)
@@ -161,6 +178,7 @@ class Flow(DispatchMode):
             self.calls[value].overwritten = True
         places = {place for target in targets for place in _addresses(target)}
         self.overwrites_inputs |= not self._inputs.isdisjoint(places)
+        self.kept_written |= {self._kept[place] for place in places & self._kept.keys()}
         self._mark(targets, given)
 
     def _written_within(self, targets: list[Tensor], number: int) -> None:
@@ -175,6 +193,7 @@ class Flow(DispatchMode):
         found, drawn = set[int](), False
         for tensor in tensors:
             self._note_weight(tensor)
+            self.kept_used |= {self._kept[place] for place in _addresses(tensor) if place in self._kept}
             for _, mark in self._known(tensor):
                 self._check(mark)
                 found |= mark.values
