@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from evener import files
-from evener.files import lines_of, open_regular, read_bytes, read_json, read_text, replacing, write_json
+from evener.files import (
+    lines_of,
+    open_regular,
+    read_bytes,
+    read_json,
+    read_named,
+    read_text,
+    replacing,
+    write_json,
+)
 
 
 def test_a_regular_file_is_read(tmp_path: Path) -> None:
@@ -34,6 +43,33 @@ def test_a_file_of_the_kernels_does_not_know_its_length(name: str) -> None:
         pytest.skip("no such file")
     with pytest.raises(OSError):  # noqa: PT011
         open_regular(Path(name))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "nothing"])
+def test_a_named_file_is_refused_without_waiting_where_it_may_have_no_end(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a"
+    make = {"pipe": os.mkfifo, "device": lambda at: at.symlink_to("/dev/zero"), "directory": Path.mkdir}
+    make.get(kind, lambda at: None)(path)
+    with pytest.raises(OSError, match="No such file" if kind == "nothing" else "no regular file"):
+        read_named(path)
+
+
+def test_a_pipe_that_the_shell_has_opened_is_read_to_its_end_or_to_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("é = 1", encoding="utf-8")
+    assert read_named(tmp_path / "a") == "é = 1"
+    assert read_named(Path(os.devnull)) == ""
+    for most in (11, 10):
+        reading, writing = os.pipe()
+        os.write(writing, b"x" * 11)
+        os.close(writing)
+        try:
+            if most == 11:
+                assert read_named(Path(f"/dev/fd/{reading}"), most) == "x" * 11
+            else:
+                with pytest.raises(OSError, match="more than 10 bytes"):
+                    read_named(Path(f"/dev/fd/{reading}"), most)
+        finally:
+            os.close(reading)
 
 
 def test_an_empty_file_is_read(tmp_path: Path) -> None:

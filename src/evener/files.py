@@ -3,7 +3,8 @@
 A directory that was downloaded, or that others may write to, can hold a pipe without a writer, a link to ``/dev/zero``,
 or a gigabyte where a line is expected. Some kernel files (``/proc/self/pagemap``) claim to be regular files of length 0
 and never end. All code that reads a run directory opens its files with this module: it opens regular files only, reads
-no further than their length, and limits the number of bytes.
+no further than their length, and limits the number of bytes. Files that a user names are read with `read_named`, which
+also reads a pipe of the shell.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ LONGEST = 1 << 28
 LONGEST_LINE = 1 << 26
 """Maximum length of a line, in bytes: a record of a hundred thousand ranks is shorter."""
 _BUFFER = 1 << 17
+_GIVEN = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/", os.devnull)
+"""Beginnings of the paths of what cannot be harmed by opening it, and mostly has a writer."""
 
 
 class _Bounded(io.FileIO):
@@ -97,6 +100,29 @@ def read_text(path: Path, most: int = LONGEST, *, follow: bool = True) -> str:
         ValueError: If the file is not valid UTF-8.
     """
     return read_bytes(path, most, follow=follow).decode()
+
+
+def read_named(path: Path, most: int = LONGEST) -> str:
+    """Reads a whole file that the user has named, as UTF-8 text: a regular file, ``/dev/null``, or a file that this
+    process was given when it was started, such as ``/dev/stdin`` or the pipe of ``<(command)``.
+
+    Args:
+        most: Maximum size in bytes. A pipe may have no more than `LONGEST`.
+
+    Raises:
+        OSError: If the file cannot be opened, has more than ``most`` bytes, or is a directory, a device, or a pipe that
+            has a name, for which it may have no writer.
+        ValueError: If the file is not valid UTF-8.
+    """
+    place = os.path.abspath(path)
+    if not place.startswith(_GIVEN) or path.is_file():
+        return read_text(path, most)
+    most = min(most, LONGEST)
+    with path.open("rb") as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise OSError(errno.EINVAL, f"more than {most:,} bytes", str(path))
+    return found.decode()
 
 
 def read_json(path: Path, most: int = LONGEST, *, follow: bool = True) -> Any:

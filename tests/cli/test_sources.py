@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,21 @@ def test_a_variable_that_is_wrong_is_named(
 def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "digits", "--config", "absent.toml"]) == 2
     assert "absent.toml" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="no such file")
+def test_a_file_whose_end_is_not_known_is_refused_and_a_pipe_of_the_shell_is_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", "digits", "--config", "/proc/cpuinfo"]) == 2
+    assert "no regular file: /proc/cpuinfo" in capsys.readouterr().err
+    reading, writing = os.pipe()
+    os.write(writing, b"epochs = 3")
+    os.close(writing)
+    try:
+        assert parsed("train", "digits", "--config", f"/dev/fd/{reading}").epochs == 3
+    finally:
+        os.close(reading)
 
 
 def test_what_toml_has_no_word_for_is_refused() -> None:

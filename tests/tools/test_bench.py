@@ -126,6 +126,12 @@ def test_descriptions_that_cannot_be(
         read_topology(written(tmp_path, description), ranks)
 
 
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="no such file")
+def test_a_topology_whose_end_is_not_known_is_refused() -> None:
+    with pytest.raises(DataError, match="no regular file"):
+        read_topology(Path("/proc/cpuinfo"), 4)
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"no file .*absent\.json"):
         read_topology(tmp_path / "absent.json", 4)

@@ -27,6 +27,7 @@ from evener.core.config.run_config import RunConfig
 from evener.core.elsewhere import place_of, shown
 from evener.core.os_errors import os_error_message
 from evener.errors import ConfigurationError
+from evener.files import read_named
 
 PREFIX = "EVENER_"
 OWN = "EVENER__"
@@ -111,7 +112,7 @@ def _read(path: Path) -> dict[str, Any]:
     import tomllib
 
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_named(path))
     except OSError as error:
         raise ConfigurationError(f"the settings cannot be read: {os_error_message(error)}") from error
     except ValueError as error:  # invalid TOML or UTF-8

@@ -21,7 +21,7 @@ from evener.distributed.launch.launch import launch
 from evener.distributed.launch.rendezvous import Rendezvous
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError, DataError
-from evener.files import parsed
+from evener.files import parsed, read_named
 from evener.training.reporting.chart import size_chart
 
 
@@ -212,7 +212,7 @@ def read_topology(path: Path | None, ranks: int | None) -> tuple[Topology, Netwo
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = parsed(path.read_text())
+        value = parsed(read_named(path))
     except FileNotFoundError as error:
         raise ConfigurationError(f"there is no file {path}") from error
     except (OSError, ValueError) as error:

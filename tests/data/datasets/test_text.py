@@ -63,6 +63,8 @@ def test_iteration_ends(text: Path) -> None:
 def test_files_that_cannot_work_say_why(tmp_path: Path, text: Path) -> None:
     with pytest.raises(DataError, match="cannot be read: No such file"):
         CharacterText(tmp_path / "none", 8, train=True)
+    with pytest.raises(DataError, match="cannot be read: no regular file"):
+        CharacterText("/proc/self/maps", 8, train=True)
     with pytest.raises(DataError, match="test part has 10 characters, but a window of 10 needs 11"):
         CharacterText(text, 10, train=False)
     (tmp_path / "empty").write_text("")

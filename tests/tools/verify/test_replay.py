@@ -100,3 +100,10 @@ def test_rounding_is_told_from_another_order() -> None:
 
     assert text_of_replay(found).startswith("PASS")
     assert "to rounding" in text_of_replay(found)
+
+
+def test_a_directory_without_settings_is_no_run(tmp_path: Path) -> None:
+    for text in ("[1]", "[" * 100_000, "3"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigurationError, match=r"its config\.json cannot be read"):
+            replay(tmp_path)

@@ -93,3 +93,10 @@ def test_without_a_run_there_is_nobody_to_ask(
 def test_what_is_no_number_asks_for_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / RESIZE).write_text(text)
     assert resize_asked(tmp_path) == 0
+
+
+def test_a_request_that_is_no_plain_file_asks_for_nothing(tmp_path: Path) -> None:
+    number = Path("/proc/sys/kernel/pid_max")
+    assert number.read_text().strip().isdecimal()
+    (tmp_path / RESIZE).symlink_to(number)
+    assert resize_asked(tmp_path) == 0

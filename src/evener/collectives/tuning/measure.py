@@ -32,7 +32,7 @@ from evener.collectives.tuning.select import MeasuredCosts, TimingSample, best_s
 from evener.collectives.tuning.simulate import Network
 from evener.distributed.environment import usable_cores
 from evener.distributed.hosts import all_gather, host_identity, hosts_of
-from evener.files import write_json
+from evener.files import read_text, write_json
 from evener.hardware import accelerators
 
 Sum = Callable[[Tensor], Work]
@@ -296,7 +296,7 @@ def cache_path(topology: Topology, names: Sequence[str], group: dist.ProcessGrou
 def load(path: Path) -> MeasuredCosts | None:
     """Reads the costs that :func:`save` wrote. Returns None if the file is missing or unusable."""
     try:
-        return MeasuredCosts.from_json(path.read_text())
+        return MeasuredCosts.from_json(read_text(path))
     except (OSError, ValueError):
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from evener.errors import ConfigurationError, DataError
+from evener.files import read_named
 
 
 class CharacterText(Dataset[tuple[Tensor, Tensor]]):
@@ -77,7 +79,7 @@ class CharacterText(Dataset[tuple[Tensor, Tensor]]):
 
 def _read(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_named(path, sys.maxsize)
     except OSError as error:
         raise DataError(
             f"the text {path} cannot be read: {error.strerror}; give the path of a file"

@@ -8,7 +8,7 @@ bits of the first weights disturbed.
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from evener.distributed.environment import Environment
 from evener.distributed.launch.launch import is_launched
 from evener.distributed.session import Session, threads_per_rank
 from evener.errors import ConfigurationError, DataError
+from evener.files import parsed, read_json, read_text
 from evener.nn.fqn import clean_name
 from evener.strategies.asynchronous.ledger import Contribution, Merges, ages
 from evener.strategies.asynchronous.strategies import Asynchronous, RecordedAsynchronous
@@ -150,8 +151,8 @@ def _settings_of(run: Path) -> RunConfig:
     """Returns the settings that decide what the run has computed."""
     path = run / "config.json"
     try:
-        settings = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        settings = dict(read_json(path))
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigurationError(
             f"{run} is no run directory: its config.json cannot be read; name the directory that a run has left"
         ) from error
@@ -180,7 +181,7 @@ def _sections_of(path: Path) -> tuple[list[tuple[Merges, int]], int]:
     found: dict[int, tuple[Merges, int]] = {}
     ranks = 0
     try:
-        for record in map(json.loads, path.read_text().splitlines()):
+        for record in map(parsed, read_text(path, sys.maxsize).splitlines()):
             if record["kind"] != "step":
                 continue
             merges = tuple(tuple(Contribution(*map(int, each)) for each in held) for held in record["merges"])

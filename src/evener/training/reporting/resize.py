@@ -9,11 +9,12 @@ from pathlib import Path
 from evener.core.config.process_range import ProcessRange
 from evener.core.text import from_here
 from evener.errors import ConfigurationError, RankTimeoutError
-from evener.files import read_json, replace_text, write_json
+from evener.files import read_json, read_text, replace_text, write_json
 from evener.training.reporting.run_dir import has_ended, is_held
 
 RESIZE, _ANSWER = ".evener-resize", ".evener-resized"
 _LOOK_SECONDS = 0.1
+_LONGEST = 20
 _START_SECONDS = 20.0
 """Longest time for which nobody holds the directory while ranks start again."""
 
@@ -77,7 +78,7 @@ def _goes_on(run_dir: Path) -> bool:
 def resize_asked(run_dir: Path) -> int:
     """Returns the number of ranks that is asked for; 0 for none."""
     try:
-        text = (run_dir / RESIZE).read_text(encoding="ascii").strip()
+        text = read_text(run_dir / RESIZE, _LONGEST).strip()
     except (OSError, ValueError):
         return 0
     return int(text) if text.isdecimal() else 0

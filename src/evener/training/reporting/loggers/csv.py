@@ -28,7 +28,7 @@ class CsvFile(Observer):
 
     def start(self, run: RunStart) -> None:
         with storage_errors(f"the numbers cannot be written to {self._path}"):
-            kept = _until(self._path, run.steps_done) if run.steps_done and self._path.exists() else []
+            kept = _until(self._path, run.steps_done) if run.steps_done and self._path.is_file() else []
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("w", newline="")
             self._writer = csv.writer(self._file)
