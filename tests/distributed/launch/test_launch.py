@@ -129,7 +129,9 @@ def test_a_killed_rank_is_named_with_where_it_stood() -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
             session.control.barrier()
 
-    with pytest.raises(RankError, match=r"rank 1 \(pid \d+\) was killed by SIGKILL.*in forward of step 12"):
+    with pytest.raises(
+        RankError, match=r"was killed by SIGKILL.*; last seen \d+\.\d s before in forward of step 12"
+    ):
         call(launch, work, processes=2, device="cpu")
 
 

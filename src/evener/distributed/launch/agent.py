@@ -345,8 +345,9 @@ class Agent(ElasticAgent):
             signal.SIGSEGV: " (a crash in native code)",
             signal.SIGABRT: " (native code gave up; its last words are above)",
         }.get(signal.Signals(-process.exitcode), "")
-        beat = self._beat(rank)
-        place = f"; last seen in {beat.place}" if beat else ""
+        beat, place = self._beat(rank), ""
+        if beat and beat.pid == process.pid:  # not what a process before it has left
+            place = f"; last seen {max(time.monotonic() - beat.time, 0):.1f} s before in {beat.place}"
         crash = self._crash(rank)
         others = self._others if crash else ""
         return f"(pid {process.pid}) was killed by {process.signal_name()}{hint}{place}{crash}{others}"
