@@ -39,6 +39,35 @@ def test_hooks_on_accumulated_gradients_are_known() -> None:
         assert names.has_accumulation_hooks(weight)
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_tensors_with_hooks_are_looked_for_only_after_a_hook_was_registered(register: str) -> None:
+    from evener.torch_internals import autograd as names
+
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    looks = []
+
+    def look() -> list[nn.Parameter]:
+        looks.append(len(looks))
+        return weights
+
+    tensors = names.HookedTensors(look)
+    assert tensors.now() == tensors.now() == []
+    assert len(looks) == 1
+    handle = getattr(weights[1], register)(lambda _: None)
+    assert tensors.now()[0] is weights[1]
+    hooks = names.hooks_of(weights[1])
+    assert hooks is not None
+    names.give_hooks(weights[1], (None, None))  # while they are put off, another is registered
+    getattr(weights[2], register)(lambda _: None)
+    assert [id(each) for each in tensors.now()] == [id(weights[2])]
+    names.give_hooks(weights[1], hooks)
+    assert [id(each) for each in tensors.now()] == [id(each) for each in weights[1:]]
+    assert len(looks) == 3
+    handle.remove()
+    assert [id(each) for each in tensors.now()] == [id(weights[2])]
+    assert len(looks) == 3
+
+
 def test_hooks_on_gradients_are_taken_off_and_given_back() -> None:
     with borrowed("autograd") as names:
         weight, told = torch.ones(2, requires_grad=True), []

@@ -24,7 +24,6 @@ from evener.strategies.learner import Learner
 from evener.strategies.reducer import Reducer, all_reduce_of, is_apart, sum_in_buckets
 from evener.strategies.single import NoSync
 from evener.strategies.synchronizer import Synchronizer
-from evener.torch_internals.autograd import hooked
 
 
 def summing_afterwards(learner: Learner) -> Synchronizer:
@@ -121,7 +120,11 @@ class PostBackwardSum(Reducer):
         return [p for p in self._learner.trained.first if not is_apart(p)]
 
     def hooked_in(self, passes: int) -> Sequence[nn.Parameter]:
-        return [*super().hooked_in(passes), *hooked([*self._trained, *self._thawed()])]
+        super().hooked_in(passes)
+        if not (found := self._hooked.now()):
+            return ()
+        summed = {*self._trained, *self._thawed()}
+        return [p for p in found if p in summed]
 
     def _sum(self, parameters: Iterable[nn.Parameter]) -> None:
         sum_in_buckets(parameters, self._sparse, self.bucket_bytes, self._all_reduce)

@@ -24,6 +24,7 @@ from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import waiting
 from evener.strategies.learner import Learner
 from evener.strategies.synchronizer import Synchronizer
+from evener.torch_internals.autograd import HookedTensors
 
 
 class Reducer(Synchronizer):
@@ -51,13 +52,13 @@ class Reducer(Synchronizer):
         return is_apart(parameter)
 
     def hooked_in(self, passes: int) -> Sequence[nn.Parameter]:
-        refuse_late_hooks(self._divided, self._learner.names)
+        divided = [p for p in self._hooked.now() if shard_spec(p) is not None]
+        refuse_late_hooks(divided, self._learner.names)
         return ()
 
     @cached_property
-    def _divided(self) -> list[nn.Parameter]:
-        """The parameters of which this rank has a shard."""
-        return [p for p in self._learner.names if shard_spec(p) is not None]
+    def _hooked(self) -> HookedTensors[nn.Parameter]:
+        return HookedTensors(lambda: self._learner.names)
 
     def unused(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         return [self._learner.names[p] for p in parameters if p.grad is None and p.numel()]

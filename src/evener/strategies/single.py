@@ -19,7 +19,7 @@ from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.steppers.oom_retry import plain_or_piecewise, wants_pieces
 from evener.strategies.synchronizer import Synchronizer
-from evener.torch_internals.autograd import hooked
+from evener.torch_internals.autograd import HookedTensors
 
 
 class NoSync(Synchronizer):
@@ -32,9 +32,10 @@ class NoSync(Synchronizer):
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
         learner.exact = exact_gradients(learner)
+        self._hooked = HookedTensors(lambda: learner.names)
 
     def hooked_in(self, passes: int) -> Sequence[nn.Parameter]:
-        return hooked(self._learner.names) if passes > 1 or wants_pieces(self._learner) else ()
+        return self._hooked.now() if passes > 1 or wants_pieces(self._learner) else ()
 
     def end_block(self) -> None:
         add_block(self._learner, self._trained)

@@ -13,6 +13,8 @@
 - ``Tensor._backward_hooks`` and ``..._post_accumulate_grad_hooks`` hold the hooks of a tensor. Code that replaces a
   weight by a shard would silently lose the user's hooks without them. Nor could hooks be delayed until gradients are
   summed over the ranks.
+- ``RemovableHandle.next_id`` counts the hooks that were registered, of tensors and modules. It has no underscore, and
+  no documentation. A step must not look at each of many parameters for hooks that came since the last one.
 - ``_SingleLevelFunction`` has the ``setup_context`` of a function that defines none. ``torch.fx`` has no node for a
   call of an ``autograd.Function``: while it traces, ``apply`` runs the function's ``forward`` like any code, and its
   own ``backward`` is silently lost. ``apply`` cannot be patched: modules bind it to names (``relu = MyReLU.apply``),
@@ -32,7 +34,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from unittest import mock
 
 import torch
@@ -40,6 +42,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, _SingleLevelFunction
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.autograd.variable import Variable
+from torch.utils.hooks import RemovableHandle
 
 T = TypeVar("T", bound=Tensor)
 
@@ -79,6 +82,26 @@ def hooks_of(tensor: Tensor) -> Hooks | None:
 def hooked(tensors: Iterable[T]) -> list[T]:
     """Returns those tensors that have hooks."""
     return [each for each in tensors if each._backward_hooks or each._post_accumulate_grad_hooks]
+
+
+class HookedTensors(Generic[T]):
+    """Knows which of some tensors have hooks. Looks at each of them only if a hook was registered anywhere since.
+
+    Args:
+        tensors: Returns the tensors; always the same ones.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[T]]) -> None:
+        self._tensors, self._registered = tensors, -1
+        self._had: dict[T, None] = {}
+        """Those that had hooks at some time, and may have been without when others were looked for."""
+
+    def now(self) -> list[T]:
+        """Returns those that have hooks now."""
+        if self._registered != RemovableHandle.next_id:
+            self._registered = RemovableHandle.next_id
+            self._had |= dict.fromkeys(hooked(self._tensors()))
+        return hooked(self._had) if self._had else []
 
 
 def give_hooks(tensor: Tensor, hooks: Hooks) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import warn_if_has_hooks
 
 from evener.errors import ConfigurationError, TaskError
-from evener.torch_internals.autograd import has_accumulation_hooks, hooked, hooks_of
+from evener.torch_internals.autograd import has_accumulation_hooks, hooks_of
 
 DIVIDED = "in whose place strategy {!r} may put a piece"
 COPIED = "of which strategy {!r} has copies that would not call it"
@@ -34,9 +34,10 @@ def refuse_late_hooks(parameters: Iterable[nn.Parameter], names: Mapping[nn.Para
     was divided. Hooks of Evener and PyTorch, by the module that defines them, may be there.
 
     Args:
+        parameters: Those that have hooks, and of which this rank has a shard.
         names: The names of the parameters.
     """
-    for parameter in hooked(parameters):
+    for parameter in parameters:
         found = chain.from_iterable((each or {}).values() for each in hooks_of(parameter) or ())
         if not all(_home_of(hook).partition(".")[0] in ("evener", "torch") for hook in found):
             raise ConfigurationError(
