@@ -115,6 +115,10 @@ def read_named(path: Path, most: int = LONGEST) -> str:
         ValueError: If the file is not valid UTF-8.
     """
     place = os.path.abspath(path)
+    if path.is_fifo() and not place.startswith(_GIVEN):
+        raise OSError(
+            errno.EINVAL, "no regular file, but a pipe; give it as /dev/stdin or <(command)", str(path)
+        )
     if not place.startswith(_GIVEN) or path.is_file():
         return read_text(path, most)
     most = min(most, LONGEST)
