@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from evener.errors import ConfigurationError, TaskError
+from evener.strategies.pipeline.pipeline import Pipeline
 from evener.strategies.pipeline.stage_code import function_of
-from evener.strategies.pipeline.stages import Stages, layers_of, words_of
+from evener.strategies.pipeline.stages import Stages, layers_of, parting, words_of
 from evener.strategies.pipeline.tracing import inputs_of, read_both
 
 
@@ -133,6 +135,40 @@ def test_a_tied_weight_is_used_by_both() -> None:
 def test_a_cut_that_cannot_be(cut: str, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         Stages(Model(), cut, 3, {"twice": True})
+
+
+class Siamese(nn.Module):
+    """Calls a part with BatchNorm twice, and others before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, 4)
+        self.twin = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        found: Tensor = self.twin(x) - self.twin(-x)
+        return found
+
+
+def test_no_cut_is_chosen_that_parts_the_calls_of_a_batch_norm() -> None:
+    model = Siamese()
+    example = {"x": torch.zeros(2, 4)}
+    graph = read_both(model, example, [])[True]
+    layers = layers_of(graph)
+    assert layers == ["enter", *(f"twin.{place}" for place in range(5))]
+    assert parting(graph, model) == [False] * 2 + [True] * 3
+    learner: Any = SimpleNamespace(
+        mesh=SimpleNamespace(degree=lambda axis: 2),
+        settings=SimpleNamespace(weights=None),
+        data=SimpleNamespace(degree=1),
+    )
+    pipeline = Pipeline(balance="equal", memory="1e9,1e9")
+    cut = pipeline._best_cut(model, graph, None, learner)
+    assert cut == "twin.1"
+    Stages(model, cut, 2, example).check_apart([0, 1])
+    with pytest.raises(TaskError, match="holds BatchNorm"):
+        Stages(model, "twin.2", 2, example).check_apart([0, 1])
 
 
 class Unreadable(nn.Module):

@@ -45,7 +45,7 @@ from evener.strategies.pipeline.drawing import Drawing
 from evener.strategies.pipeline.remote_weights import Away
 from evener.strategies.pipeline.schedule import order_of
 from evener.strategies.pipeline.stage_forward import StagedForward, called_with
-from evener.strategies.pipeline.stages import NOTHING, Stages, layers_of, words_of
+from evener.strategies.pipeline.stages import NOTHING, Stages, layers_of, parting, words_of
 from evener.strategies.pipeline.stepper import PipelineStepper
 from evener.strategies.pipeline.synchronizer import PipelineGradSync
 from evener.strategies.pipeline.traced_run import TracedCalls
@@ -54,6 +54,8 @@ from evener.strategies.synchronizer import Synchronizer
 from evener.torch_internals.modules import AnyBatchNorm, own_parameters
 
 AXIS = "pipeline"
+_REFUSED = 1e9
+"""Seconds that a cut counts which is refused afterwards, so that it is chosen only if there is no other."""
 _LOOKS_AT_SAMPLES = (AnyBatchNorm, Experts)
 """Layers whose result depends on several samples together: a micro-batch must not be cut."""
 
@@ -130,6 +132,8 @@ class Pipeline(Strategy):
             seconds, speeds = seconds_and_speeds(rows, learner, AXIS)
             each = seconds_per_byte(learner, AXIS)
             crossing = [each * nbytes for nbytes in rows[0].crossing]
+        parts = parting(graph, model)  # are refused, but if there is no other cut
+        crossing = [each + _REFUSED * is_parting for each, is_parting in zip(crossing, parts, strict=True)]
         weights = learner.settings.weights
         if weights is not None and learner.data.degree == 1 and len(weights) == ranks:
             speeds = [weight / max(weights) for weight in weights]

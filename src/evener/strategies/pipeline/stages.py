@@ -67,6 +67,23 @@ def crossings(graph: fx.Graph) -> list[tuple[fx.Node, ...]]:
     return found
 
 
+def parting(graph: fx.Graph, model: nn.Module) -> list[bool]:
+    """Returns for each layer but the first whether a cut in front of it would give calls of a module that must know all
+    of them to two stages."""
+    calls = [str(node.target) for node in graph.nodes if node.op == "call_module"]
+    span: dict[nn.Module, tuple[int, int]] = {}
+    for place, name in enumerate(calls):
+        module = model.get_submodule(name)
+        span[module] = span.get(module, (place, place))[0], place
+    spans = [each for module, each in span.items() if each[0] < each[1] and _keeps_state(module)]
+    begins = [calls.index(layer) for layer in layers_of(graph)[1:]]
+    return [any(first < begin <= last for first, last in spans) for begin in begins]
+
+
+def _keeps_state(module: nn.Module) -> bool:
+    return any(isinstance(inner, _ONCE) for inner in module.modules())
+
+
 class Stages:
     """A model divided into stages.
 
@@ -159,7 +176,7 @@ class Stages:
                     module = self.model.get_submodule(str(node.target))
                     callers.setdefault(module, {})[rank_of[number]] = str(node.target)
         for module, names in callers.items():
-            if len(names) > 1 and any(isinstance(inner, _ONCE) for inner in module.modules()):
+            if len(names) > 1 and _keeps_state(module):
                 raise TaskError(
                     f"{next(iter(names.values()))} is called on {len(names)} ranks of the pipeline, and holds "
                     "BatchNorm, which must know all of its calls: cut so that one stage has them all, or use several "
