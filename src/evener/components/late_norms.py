@@ -32,13 +32,11 @@ class LateNorms:
 
     def __init__(self, norms: list[Tensor] | Tensor, places: Sequence[float]) -> None:
         self.norms, self.places = norms if isinstance(norms, list) else [norms], places
-        self._is_stacked = not isinstance(norms, list)
 
     @property
     def are_many(self) -> bool:
         """True if :attr:`are_sound` reaches the host sooner than all of them."""
-        is_plain = not self._is_stacked and self.norms[0].dtype in (torch.float32, torch.float64)
-        return is_plain and len(self.norms) > _FEW
+        return len(self.norms) > _FEW and self.norms[0].dtype in (torch.float32, torch.float64)
 
     @cached_property
     def are_sound(self) -> Tensor:
@@ -48,7 +46,7 @@ class LateNorms:
     @cached_property
     def stacked(self) -> Tensor:
         """All of them in one tensor."""
-        return self.norms[0] if self._is_stacked else torch.stack(self.norms)
+        return self.norms[0] if self.norms[0].dim() else torch.stack(self.norms)
 
     @cached_property
     def tensor(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 
 from evener.core.task.task import call_model
 from evener.errors import ConfigurationError, TaskError
+from evener.strategies.pipeline.call_list import calls_of
 from evener.strategies.pipeline.module_calls import leaves_of
 from evener.strategies.pipeline.reading_check import check_reading
 from evener.strategies.pipeline.stage_forward import StagedForward
 from evener.strategies.pipeline.stages import Stages
-from evener.strategies.pipeline.traced_run import Rehearsal, try_both
+from evener.strategies.pipeline.traced_run import Rehearsal, TracedCalls, try_both
 from evener.strategies.pipeline.tracing import opened_in, read_both
 
 CPU = torch.device("cpu")
@@ -208,3 +210,20 @@ def test_numbers_may_change_from_batch_to_batch_and_words_may_not() -> None:
         through(factor=2.0, scale=4.0)
     with pytest.raises(ConfigurationError, match=r"is given factor=None, and was given 2.0"):
         through(factor=None)
+
+
+@pytest.mark.parametrize("other", [None, "it asks whether something is a tensor"])
+def test_ranks_read_the_code_all_or_none(other: str | None) -> None:
+    """Their first samples may differ, and with them the way that the code goes."""
+    model, answers = Model(plain), iter([other])
+
+    def gather_objects(own: Any) -> list[Any]:
+        return [own, next(answers, own)]
+
+    learner: Any = SimpleNamespace(
+        session=SimpleNamespace(device=CPU, control=SimpleNamespace(gather_objects=gather_objects)),
+        settings=SimpleNamespace(weight_type=None),
+    )
+    example = {"x": torch.randn(4, SIZE), "factor": 1.0, "word": "a", "scale": 1.0}
+    found = calls_of(model, example, learner, (), None)
+    assert isinstance(found[True], TracedCalls) is (other is not None)

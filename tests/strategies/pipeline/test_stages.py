@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from evener.errors import ConfigurationError, TaskError
 from evener.strategies.pipeline.pipeline import Pipeline
 from evener.strategies.pipeline.stage_code import function_of
-from evener.strategies.pipeline.stages import Stages, layers_of, parting, words_of
+from evener.strategies.pipeline.stages import Stages, layers_of, parts_batch_norm, words_of
 from evener.strategies.pipeline.tracing import inputs_of, read_both
 
 
@@ -157,7 +157,7 @@ def test_no_cut_is_chosen_that_parts_the_calls_of_a_batch_norm() -> None:
     graph = read_both(model, example, [])[True]
     layers = layers_of(graph)
     assert layers == ["enter", *(f"twin.{place}" for place in range(5))]
-    assert parting(graph, model) == [False] * 2 + [True] * 3
+    assert parts_batch_norm(graph, model) == [False] * 2 + [True] * 3
     learner: Any = SimpleNamespace(
         mesh=SimpleNamespace(degree=lambda axis: 2),
         settings=SimpleNamespace(weights=None),

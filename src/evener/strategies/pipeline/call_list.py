@@ -58,15 +58,21 @@ def calls_of(
 def _read(
     model: nn.Module, example: dict[str, Any] | None, learner: Learner, named: Sequence[str]
 ) -> tuple[Graphs | None, TaskError | None]:
+    """Returns what all ranks have read, or the error of one that could not. Their first samples may differ, if a data
+    set draws random numbers."""
+    if example is None:
+        return read_both(model, example, named), None
+    graphs, error = None, None
     try:
         graphs = read_both(model, example, named)
-        if example is not None:
-            check_reading(graphs, _rehearsal(model, (), example, learner))
+        check_reading(graphs, _rehearsal(model, (), example, learner))
+    except TaskError as refusal:
+        error = refusal
+    said = learner.session.control.gather_objects(error and str(error))
+    refused = next(((rank, words) for rank, words in enumerate(said) if words), None)
+    if refused is None:
         return graphs, None
-    except TaskError as error:
-        if example is None:
-            raise
-        return None, error
+    return None, error or TaskError(f"rank {refused[0]} could not read the code: {refused[1]}")
 
 
 def _is_cut_short(model: nn.Module, graphs: Graphs, named: Sequence[str]) -> bool:

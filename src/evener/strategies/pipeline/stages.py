@@ -67,9 +67,9 @@ def crossings(graph: fx.Graph) -> list[tuple[fx.Node, ...]]:
     return found
 
 
-def parting(graph: fx.Graph, model: nn.Module) -> list[bool]:
-    """Returns for each layer but the first whether a cut in front of it would give calls of a module that must know all
-    of them to two stages."""
+def parts_batch_norm(graph: fx.Graph, model: nn.Module) -> list[bool]:
+    """Returns for each layer but the first whether a cut in front of it parts the calls of a module with BatchNorm,
+    which must know all of them."""
     calls = [str(node.target) for node in graph.nodes if node.op == "call_module"]
     span: dict[nn.Module, tuple[int, int]] = {}
     for place, name in enumerate(calls):

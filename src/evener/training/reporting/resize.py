@@ -15,6 +15,7 @@ from evener.training.reporting.run_dir import has_ended, is_held
 RESIZE, _ANSWER = ".evener-resize", ".evener-resized"
 _LOOK_SECONDS = 0.1
 _LONGEST = 20
+"""Most bytes of a request, which is a number of ranks."""
 _START_SECONDS = 20.0
 """Longest time for which nobody holds the directory while ranks start again."""
 
