@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Modules are compiled once, not in each of the thousand processes that the tests start, whatever the shell says.
+export PYTHONDONTWRITEBYTECODE :=
 # Processes among which the tests are divided. Each starts ranks of its own, once.
 WORKERS ?= 2
 # What runs Evener, and what its tests, checks and pages need besides.

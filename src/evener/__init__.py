@@ -26,6 +26,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from evener.core.collector import collector_paused
+
 if TYPE_CHECKING:
     from evener import nn
     from evener.core.config.run_config import RunConfig
@@ -171,11 +173,11 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "nn":
-        return importlib.import_module("evener.nn")
-    if name not in _HOMES:
+    if name != "nn" and name not in _HOMES:
         raise AttributeError(f"module 'evener' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"evener.{_HOMES[name]}"), name)
+    with collector_paused():
+        module = importlib.import_module(f"evener.{_HOMES.get(name, name)}")
+    value = module if name == "nn" else getattr(module, name)
     globals()[name] = value
     return value
 

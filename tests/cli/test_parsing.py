@@ -125,6 +125,17 @@ def test_evener_itself_imports_next_to_nothing() -> None:
     assert int(ended.out) < 60
 
 
+def test_what_starts_the_ranks_imports_no_tensors_of_theirs() -> None:
+    """DTensors, sharding and checkpoints take more than a second, and a launcher needs none of them."""
+    costly = ("torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo")
+    ended = run(
+        "-c",
+        "import sys, torch; before = set(sys.modules); import evener.training.fit, evener.tools.plan; "
+        f"print([m for m in {costly} if m in sys.modules and m not in before])",
+    )
+    assert ended.out.strip() == "[]"
+
+
 def test_each_command_has_its_options_alone() -> None:
     """Those of the others are not made, which costs the most of a help."""
     assert [len(each.options) > 5 for each in parser("train").inner].count(True) == 1

@@ -30,12 +30,21 @@ Everything else is in one small file::
 :mod:`.rng_state`     the states of random generators as a tensor
 :mod:`.digest`        digest of weights
 ====================  ===========================================================
+
+The names below are imported when they are first used, because PyTorch's checkpoints take over a second to import. The
+process that starts the ranks, and most commands, need none.
 """
 
-from evener.checkpoint.digest import weights_digest
-from evener.checkpoint.layout import BEST, FORMAT, LATEST, Keep
-from evener.checkpoint.reader import StoredCheckpoint, agreed, find
-from evener.checkpoint.writer import Saver, Writers
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evener.checkpoint.digest import weights_digest
+    from evener.checkpoint.layout import BEST, FORMAT, LATEST, Keep
+    from evener.checkpoint.reader import StoredCheckpoint, agreed, find
+    from evener.checkpoint.writer import Saver, Writers
 
 __all__ = [
     "BEST",
@@ -49,3 +58,22 @@ __all__ = [
     "find",
     "weights_digest",
 ]
+
+_HOMES = {
+    **dict.fromkeys(("BEST", "FORMAT", "LATEST", "Keep"), "layout"),
+    **dict.fromkeys(("StoredCheckpoint", "agreed", "find"), "reader"),
+    **dict.fromkeys(("Saver", "Writers"), "writer"),
+    "weights_digest": "digest",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'evener.checkpoint' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"evener.checkpoint.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

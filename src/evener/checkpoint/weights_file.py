@@ -20,12 +20,11 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from evener import checkpoint
 from evener.components.model_init import settle_on
@@ -36,6 +35,9 @@ from evener.core.text import few, from_here, said
 from evener.errors import ConfigurationError, DataError
 from evener.files import replacing
 from evener.nn.fqn import clean_name
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 _PREFIX = "model/"
 _AVERAGE = "average/"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from evener.cli import options
 from evener.cli.parsing import CommandHelp, Parser, path
+from evener.core.collector import collector_paused
 from evener.core.config.run_config import RunConfig
 from evener.core.elsewhere import place_of, shown
 from evener.core.stdio import unheard
@@ -62,13 +63,14 @@ def execute(arguments: argparse.Namespace) -> int:
     if speaks(os.environ):
         print(fitted(first_line(arguments.task, config), sys.stderr), file=unheard(sys.stderr), flush=True)
     options.find_modules_here()
-    from evener.cli.report_at_end import report_at_end
-    from evener.core.records import as_json
-    from evener.files import write_json
-    from evener.tools.plan import chosen_way, load_now
-    from evener.tools.plan.text import prediction_text
-    from evener.training.fit import fit
-    from evener.training.reporting.terminal import summary_text
+    with collector_paused():
+        from evener.cli.report_at_end import report_at_end
+        from evener.core.records import as_json
+        from evener.files import write_json
+        from evener.tools.plan import chosen_way, load_now
+        from evener.tools.plan.text import prediction_text
+        from evener.training.fit import fit
+        from evener.training.reporting.terminal import summary_text
 
     way, load, plan = None, load_now(), arguments.plan
     if plan is not None:

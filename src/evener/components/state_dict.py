@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from evener.components.model_init import named_tensors
 from evener.components.optim.eight_bit import kept_as, name_of, plain
@@ -118,6 +117,8 @@ def held(
     model: nn.Module, optimizer: torch.optim.Optimizer, average: Mapping[str, Tensor] | None = None
 ) -> HeldState:
     """Returns the state of both, and of the averages of weights, as this rank holds it."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict  # takes over a second
+
     names = _names(model)
     with outside():  # also in the middle of a step, when divided layers hide their weights
         of_model: dict[str, Any] = {name: _held(value) for name, value in get_model_state_dict(model).items()}
@@ -200,6 +201,8 @@ def load_state(
     Raises:
         ConfigurationError: If the state belongs to another model or optimizer. Nothing has changed in this case.
     """
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict  # takes over a second
+
     own = held(model, optimizer)
     _check_model(own, found["model"], cut)
     check_kind(optimizer, found["optimizer"])

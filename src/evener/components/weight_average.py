@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from evener.components.model_init import named_tensors
 from evener.components.sharded_tensor.local import local
@@ -42,6 +41,8 @@ class WeightAverage:
         self._averages: dict[str, Tensor] = {}
         self._names: dict[str, str] = {}
         if how is not None:
+            from torch.distributed.checkpoint.state_dict import get_model_state_dict  # takes over a second
+
             with outside():
                 kept = get_model_state_dict(model).keys()
             live = {name: value for name, value in self._live().items() if name in kept}

@@ -13,17 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from evener.torch_internals.dispatch import parts_of, wraps
 
 
 def is_quantized(value: object) -> bool:
-    """Returns True if ``value`` is a quantized tensor. Returns False for a DTensor that holds one."""
+    """Returns True if ``value`` is a quantized tensor. A DTensor that holds one has no codes."""
     return (
         isinstance(value, Tensor)
         and wraps(type(value))
-        and not isinstance(value, DTensor)
         and hasattr(value, "dequantize")
         and hasattr(value, "codes")
     )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evener.checkpoint import checksums as sums
 from evener.checkpoint import layout as folder
@@ -25,10 +25,12 @@ from evener.checkpoint.remote.fetch import POINTERS, SMALL, UNSENT, as_writer, m
 from evener.checkpoint.remote.files import RemoteFiles
 from evener.checkpoint.remote.lock import RemoteLock
 from evener.checkpoint.run_mark import MARK
-from evener.checkpoint.writer import Writers
 from evener.core.elsewhere import url_of
 from evener.errors import CheckpointError, ConfigurationError, StorageError
 from evener.files import LONGEST, parsed
+
+if TYPE_CHECKING:
+    from evener.checkpoint.writer import Writers
 
 
 class RemoteRun:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from evener.components.sharded_tensor.local import is_divided
 from evener.torch_internals.dispatch import wraps
@@ -47,10 +46,9 @@ class TensorLayout:
 def divided_as(numbers: Tensor, parameter: Tensor) -> Tensor:
     """Returns a rank's ``numbers`` of an optimizer state in the form of ``parameter`` (a DTensor if that is one), in
     the same memory."""
-    if not is_divided(parameter) or numbers.shape != parameter.to_local().shape:  # type: ignore[attr-defined]
+    if not is_divided(parameter) or numbers.shape != parameter.to_local().shape:
         return numbers
-    assert isinstance(parameter, DTensor)
-    return DTensor.from_local(
+    held: Tensor = type(parameter).from_local(
         numbers,
         parameter.device_mesh,
         parameter.placements,
@@ -58,3 +56,4 @@ def divided_as(numbers: Tensor, parameter: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+    return held

@@ -7,26 +7,34 @@ norms, checkpoints and first weights with the local shard. The parameter's
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from evener.distributed.mesh import Mesh
 
 
-def is_divided(value: object) -> bool:
-    """Returns True if the value is a DTensor."""
-    return isinstance(value, DTensor)
+def is_divided(value: object) -> TypeGuard[Any]:
+    """Returns True if the value is a DTensor.
+
+    This does not import PyTorch's module of DTensors, which takes a second: before somebody has, there are none.
+    """
+    if type(value) is nn.Parameter or type(value) is Tensor:
+        return False
+    divided = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return divided is not None and isinstance(value, divided)
 
 
 def local(tensor: Tensor) -> Tensor:
     """Returns the local shard of a DTensor, which shares its memory. Returns any other tensor itself."""
-    if not isinstance(tensor, DTensor):
+    if not is_divided(tensor):
         return tensor
     with torch.no_grad():
-        return tensor.to_local()
+        shard: Tensor = tensor.to_local()
+        return shard
 
 
 def changeable(parameter: nn.Parameter, stack: ExitStack) -> Tensor:
@@ -37,7 +45,7 @@ def changeable(parameter: nn.Parameter, stack: ExitStack) -> Tensor:
     (shared weights, :mod:`evener.strategies.sharded.full_weights`).
     """
     held = parameter.detach()
-    if isinstance(held, DTensor):
+    if is_divided(held):
         numbers = local(held)
         stack.callback(numbers.copy_, numbers.clone())
         return numbers
@@ -49,7 +57,7 @@ def changeable(parameter: nn.Parameter, stack: ExitStack) -> Tensor:
 
 def as_held(numbers: Tensor, like: Tensor) -> Tensor:
     """Returns this rank's ``numbers`` in the form of ``like``: as a DTensor if ``like`` is one."""
-    if not isinstance(like, DTensor):
+    if not is_divided(like):
         return numbers
     held = torch.empty_like(like, dtype=numbers.dtype, requires_grad=False)
     local(held).copy_(numbers.detach())

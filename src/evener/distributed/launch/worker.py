@@ -7,6 +7,7 @@ has done all its work.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -31,13 +32,15 @@ from evener.errors import InterruptedRunError, RankError
 from evener.torch_internals import interpreter
 
 BOOTSTRAP = (
-    "import json, signal, sys; plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler; "
+    "import gc, json, signal, sys; gc.disable(); "
+    "plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler; "
     "plain and signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "sys.path[:] = json.load(open(sys.argv[1] + '/path.json')); from evener.distributed.launch.worker import main; "
     "plain and signal.signal(signal.SIGINT, signal.default_int_handler); main(sys.argv[1])"
 )
 """The code that a rank's interpreter runs. It uses the launcher's ``sys.path``, also to find Evener itself. Ctrl-C
-during the imports ends it without a traceback."""
+during the imports ends it without a traceback. Nothing is collected before the rank has its job: see
+:mod:`evener.core.collector`."""
 
 
 class Job(ABC):
@@ -94,6 +97,8 @@ def main(run_dir: str) -> None:
     status, works_on = 1, False
     try:
         job = job_in(Path(run_dir))
+        gc.freeze()  # what was imported: a later collection, also in the middle of a step, has little to go through
+        gc.enable()
         agent_watchdog(environment, job.timeout_seconds)
         if isinstance(job, RankCall):  # a user's script gets Python's own behavior
             guard()

@@ -108,7 +108,7 @@ class ExactFsdpSum(FsdpSum):
             look = partial(self._look_at_sums, list(sizes[name]))
             parts = self._turns, number, self._others, look, self._work_done
             scatter = ExactScatter(*parts, sizes=sizes[name], exact=exact, is_last=lambda: self._last)
-            unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+            unit.set_custom_reduce_scatter(scatter)
             self._scatters.append(scatter)
 
     def _sizes_in(self, unit: Any) -> Iterator[tuple[str, int]]:

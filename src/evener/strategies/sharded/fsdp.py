@@ -29,7 +29,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.utils.hooks import RemovableHandle
 
 from evener.collectives.base import AllReduce
@@ -56,7 +55,7 @@ from evener.strategies.sharded.fsdp_needs import (
 )
 from evener.strategies.sharded.ownership import chunks
 from evener.strategies.sharded.sharded_reads import reads_explained
-from evener.strategies.sharded.units import fills_unused, nbytes_of_units, units_of
+from evener.strategies.sharded.units import fills_unused, is_unit, nbytes_of_units, units_of
 from evener.strategies.sharded.write_check import refuse_writes
 from evener.strategies.single import NoSync
 from evener.strategies.steppers.plain import Plain
@@ -123,6 +122,8 @@ class Fsdp(Strategy):
         return model
 
     def _shard(self, model: nn.Module, over: DeviceMesh) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard  # takes over a second
+
         pinned = over.device_type != "cpu"
         policy = CPUOffloadPolicy(pin_memory=pinned) if self.offload else OffloadPolicy()
         scalars = {parameter for parameter in model.parameters() if not parameter.ndim}
@@ -139,7 +140,7 @@ class Fsdp(Strategy):
                 )
 
     def synchronizer(self, learner: Learner) -> Synchronizer:
-        if not isinstance(learner.model, FSDPModule):
+        if not is_unit(learner.model):
             return NoSync(learner)
         if self.offload and learner.session.device.type != "cpu":
             _to_host(learner.model, learner.session.device)
@@ -206,7 +207,7 @@ class FsdpSum(PostBackwardSum):
         assert together is not None
         super().__init__(learner, together)
         self._others = mesh.group(*(axis for axis in axes if axis != AXIS), use="sharding")
-        self._units = {n: m for n, m in learner.model.named_modules() if isinstance(m, FSDPModule)}
+        self._units: dict[str, Any] = {n: m for n, m in learner.model.named_modules() if is_unit(m)}
         self._turns = Turns([name or "the model" for name in self._units], together)
         self._used: set[str] = set()
         self._gathered: dict[str, set[Tensor]] = {name: set() for name in self._units}
@@ -229,17 +230,16 @@ class FsdpSum(PostBackwardSum):
     def _summed_by(self) -> AllReduce:
         return make("native", self._group, self._learner.session.timeout_seconds)
 
-    def _take_over(self, number: int, unit: FSDPModule) -> None:
+    def _take_over(self, number: int, unit: Any) -> None:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        unit.set_custom_all_gather(Gather(self._turns, number))  # type: ignore[arg-type]
+        unit.set_custom_all_gather(Gather(self._turns, number))
         look = partial(self._look, list(self._units)[number])
         scatter = Scatter(self._turns, number, self._others, look, self._work_done)
-        unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(scatter)
 
     def _watch(self, model: nn.Module) -> None:
         for name, unit in self._units.items():
-            assert isinstance(unit, nn.Module)
             places = list(self._places(unit))
             self._handles.append(unit.register_forward_pre_hook(partial(self._note_uses, name, places)))
             self._handles += refuse_writes(unit, partial(_whole, places), self._learner.name)
@@ -255,7 +255,7 @@ class FsdpSum(PostBackwardSum):
     def _places(self, unit: nn.Module) -> Iterator[Place]:
         """Yields the place of each sharded parameter of a unit, without those of units inside it."""
         for child in unit.children():
-            if not isinstance(child, FSDPModule):
+            if not is_unit(child):
                 yield from self._places(child)
         held = own_parameters(unit)
         for key, parameter in held.items():

@@ -16,15 +16,27 @@ A weight cannot belong to several units. Modules that share one stay with the mo
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from evener.errors import ConfigurationError, TaskError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+def is_unit(module: nn.Module) -> TypeGuard[Any]:
+    """Returns True if FSDP2 shards the module as a unit.
+
+    This does not import FSDP2, which takes a second: before somebody has, there are no units.
+    """
+    unit = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return unit is not None and isinstance(module, unit)
 
 
 def units_of(model: nn.Module, wrap: str | None) -> dict[str, nn.Module]:

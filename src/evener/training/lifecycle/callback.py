@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from evener.training.engine import Engine
-from evener.training.step.step import Step
+if TYPE_CHECKING:
+    from evener.training.engine import Engine
+    from evener.training.step.step import Step
 
 
 class Callback:

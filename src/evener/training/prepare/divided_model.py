@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -31,6 +30,7 @@ from evener.data.batch import map_leaves
 from evener.distributed.mesh import Mesh
 from evener.errors import ConfigurationError
 from evener.nn.fqn import clean_name
+from evener.strategies.sharded.units import is_unit
 
 Meeting = Callable[[str], AbstractContextManager[Any]]
 """Makes sure that all ranks call something together. Takes what it is."""
@@ -56,7 +56,7 @@ def check_undivided(models: Sequence[nn.Module], strategy: str) -> None:
             "whose forward calls them, or use strategy 'ddp'"
         )
     for model in models:
-        if isinstance(model, FSDPModule) or any(map(shard_spec, model.parameters())):
+        if is_unit(model) or any(map(shard_spec, model.parameters())):
             raise ConfigurationError(
                 "evener.prepare was given a model that is divided already, by an earlier call: give it the model as "
                 "you make it, each time that you call it"

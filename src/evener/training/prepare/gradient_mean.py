@@ -102,7 +102,7 @@ class MeanOfRanks:
         """Parameters whose gradients backward sums itself, each rank's part of them."""
         for parameter in self._in_backward:
             if is_divided(parameter) and parameter.requires_grad:
-                self._watched.append(parameter.register_hook(refuse_gradient))  # type: ignore[no-untyped-call]
+                self._watched.append(parameter.register_hook(refuse_gradient))
         group = learner.mesh.group(*DIVIDING_TERMS)
         self._ranks = 1 if group is None else group.size()
         if group is not None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from evener.components.sharded_tensor.local import is_divided, local, off_host
 from evener.components.sharded_tensor.shard_spec import shard_spec
@@ -26,6 +25,9 @@ from evener.torch_internals.clip_grad import TotalNorm, replace_total_norm
 from evener.training.prepare.divided_model import Meeting
 from evener.training.prepare.gradient_part import NUMBER
 from evener.training.prepare.sample_tensor import plain_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Axes = tuple[str, ...]
 _READS: dict[str, Callable[[Any], Any]] = {
@@ -50,6 +52,8 @@ class NumbersOfParts:
         self._parameters, self._mesh, self._meet = learner.names, learner.mesh, meet
         self._restore = [replace_total_norm(self._replacing)]
         if any(map(is_divided, self._parameters)):
+            from torch.distributed.tensor import DTensor  # not above: it takes a second, and is there by now
+
             patches = [mock.patch.object(DTensor, name, self._read_by(of)) for name, of in _READS.items()]
             for patch in patches:
                 patch.start()
