@@ -39,7 +39,7 @@ from torch.utils.data import TensorDataset
 import evener
 from benchmarks.drawn import rand, randint
 from benchmarks.results import Table, Value, cell, record
-from evener.components import late_norms
+from evener.components import gradients, late_norms
 from evener.core.task.task import Task
 from evener.distributed.session import Session
 from evener.training.engine import Engine
@@ -49,6 +49,8 @@ NUMBERS = 10, 100, 1000, 3000
 SHOWN = 100
 """The number of parameters of the model whose parts are shown."""
 SAMPLES, BATCH_SIZE, FEATURES, CLASSES = 4096, 16, 8, 4
+ADDED = (gradients, "largest"), (late_norms, "are_finite"), (late_results, "_together")
+"""The functions that do what Evener adds to the operations of a plain loop."""
 SETTLED = 4
 """Steps after which buckets stay as they are."""
 ROOT = str(Path(evener.__file__).parent)
@@ -113,11 +115,7 @@ class Added:
     @contextmanager
     def measured(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for module, name in (
-                (late_norms, "largest"),
-                (late_norms, "are_finite"),
-                (late_results, "_together"),
-            ):
+            for module, name in ADDED:
                 function = self._timed(getattr(module, name))
                 stack.enter_context(mock.patch.object(module, name, function))
             yield
