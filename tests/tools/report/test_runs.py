@@ -76,3 +76,8 @@ def test_an_error_is_a_fault(tmp_path: Path) -> None:
     assert report.identity.state == "broken off"
     (cause,) = (cause for cause in report.verdict.causes if cause.kind == "error")
     assert cause.words == f"after {report.identity.steps} steps: what went wrong"
+    train(tmp_path / "run", resume=tmp_path / "run")
+    resumed = report_of(tmp_path / "run")
+    assert resumed.identity.state == "finished"
+    (cause,) = (each for each in resumed.verdict.causes if each.kind == "error")
+    assert cause.words == f"after {report.identity.steps} steps: what went wrong (the run went on after it)"

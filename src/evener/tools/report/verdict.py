@@ -137,10 +137,12 @@ def _duration(seconds: float) -> str:
 
 
 def _faults(report: Report) -> Iterator[Cause]:
+    overcome = {attempt.reason for attempt in report.attempts}
     for event in report.events:
         if event.kind in FAULTS:
             words = event.words.strip().partition("\n")[0].rstrip(".:")
-            yield Cause(event.kind, f"after {event.step:,} steps: {words}", event.rank)
+            went_on = " (the run went on after it)" if event.words in overcome else ""
+            yield Cause(event.kind, f"after {event.step:,} steps: {words}{went_on}", event.rank)
 
 
 def _loading(report: Report, slow: Sequence[Cause]) -> Iterator[Cause]:
