@@ -162,8 +162,8 @@ def _check_coverage(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         )
     if not (dist.is_initialized() and dist.get_rank()):
         warnings.warn(
-            f"{what}: {_shown(missed)}. If that is meant, set requires_grad=False for them in Task.model, which also "
-            "saves their gradients; else give the optimizer all parameters",
+            f"{what}: {_shown(missed)}. If that is meant, set requires_grad=False for them, which also saves "
+            "their gradients; else give the optimizer all parameters",
             stacklevel=2,
         )
 

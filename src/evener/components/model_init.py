@@ -55,7 +55,8 @@ def _check_shapes(model: nn.Module) -> None:
         if any(map(is_lazy, module.parameters(recurse=False))):
             raise TaskError(
                 f"{name or 'the model'} is a {type(module).__name__} that has seen no input yet, so that its weights "
-                "have no shape: call the model once on a sample in Task.model"
+                "have no shape: call the model once on a sample where you make it (in Task.model, or before "
+                "evener.prepare)"
             )
 
 

@@ -79,7 +79,7 @@ def begin_step(learner: Learner) -> None:
     if learner.trained.thawed:
         raise ConfigurationError(
             f"exact=bits cannot follow a change of requires_grad in mid-run: {'; '.join(learner.trained.changes)}. Set "
-            "it in Task.model, and begin another run from this one's weights where it is to change"
+            "it before the first step, and begin another run from this one's weights where it is to change"
         )
     learner.exact.forget()
 
