@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evener.components.loss_trial import LossTrial
 from evener.core.losses import Loss
 from evener.core.types import Forward, Tree
 from evener.data.batch import MicroBatch, map_leaves
@@ -25,6 +26,7 @@ class Replica(nn.Module):
         super().__init__()
         self.model = model
         self._loss = loss
+        self._trial = LossTrial(loss)
         self._forward = forward
 
     def forward(self, micro: MicroBatch) -> Tensor:
@@ -33,6 +35,8 @@ class Replica(nn.Module):
         else:
             with attending(micro.sequence):
                 outputs = self._forward(self.model, micro.inputs)
+        if not (torch.compiler.is_compiling() or self._trial.is_done):
+            self._trial.run(outputs, micro)
         return term_of(self._loss, outputs, micro)
 
 

@@ -1,0 +1,186 @@
+"""Losses of users that are no sums over samples are told in the first step."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import evener
+from evener.components.loss_trial import check_sums
+from evener.components.model_with_loss import Replica
+from evener.core.losses import Loss, SumLoss, exact
+from evener.data.batch import MicroBatch
+from evener.errors import LossError
+from evener.nn import data_group
+from evener.nn.context import scope
+from tests import tasks
+from tests.ranks import RankPool
+
+Total = Callable[[Any, Any], Tensor]
+
+
+def mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets)
+
+
+def in_sum(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="sum")
+
+
+def of_pairs(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs @ outputs.T).logsumexp(1).sum()
+
+
+def step(loss: Any, samples: int = 6, model: nn.Module | None = None, weight: int = 1) -> Replica:
+    """Computes one micro-batch as the engine does."""
+    torch.manual_seed(0)
+    replica = Replica(model or nn.Linear(5, 3), exact(loss), lambda model, inputs: model(inputs))
+    targets, numbers = torch.arange(samples) % 3, torch.arange(samples)
+    micro = MicroBatch(torch.randn(samples, 5), targets, numbers, weight)
+    with scope(numbers, 1, 0, weight):
+        replica(micro).backward()
+    return replica
+
+
+@pytest.mark.parametrize("count", [None, lambda targets: 1 + (targets > 0).sum()])
+def test_a_mean_is_refused(count: Any) -> None:
+    with pytest.raises(LossError, match="their mean, where it must be their sum"):
+        step(evener.loss(mean, count=count))
+
+
+def test_a_mean_over_the_terms_that_count_is_refused() -> None:
+    """Two of the first half count, and one of the second."""
+    with pytest.raises(LossError, match="their mean"):
+        step(
+            SumLoss(
+                count=lambda targets: (targets != 2).sum(),
+                total=lambda outputs, targets: F.cross_entropy(outputs, targets, ignore_index=2),
+            ),
+            samples=3,
+        )
+
+
+def test_a_constant_count_is_refused() -> None:
+    with pytest.raises(LossError, match='count="sum"'):
+        step(SumLoss(count=lambda targets: 1, total=in_sum))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(),
+        evener.loss(in_sum),
+        evener.loss(in_sum, count="sum"),
+        evener.loss(nn.CrossEntropyLoss(), scale=0.5),
+        SumLoss(count=lambda targets: (targets != 2).sum(), total=in_sum),
+        evener.loss(lambda outputs, targets: (outputs * 0).sum()),
+        evener.loss(lambda outputs, targets: (outputs * torch.nan).sum()),
+    ],
+)
+def test_sums_are_taken(loss: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert step(loss)._trial.is_done
+
+
+def test_it_is_tried_once_and_on_the_first_samples_that_can_be_cut() -> None:
+    sizes = []
+
+    def total(outputs: Tensor, targets: Tensor) -> Tensor:
+        sizes.append(len(outputs))
+        return in_sum(outputs, targets)
+
+    loss = evener.loss(total)
+    assert not step(loss, samples=1)._trial.is_done
+    assert not step(loss, weight=0)._trial.is_done
+    assert sizes == [1, 6]
+    replica = step(loss)
+    assert sizes[2:] == [4, 2, 2, 4, 6]
+    assert replica._trial.is_done
+
+
+@pytest.mark.parametrize(
+    "total",
+    [
+        lambda outputs, targets: mean(outputs, targets) * (1 + torch.rand(())),
+        lambda outputs, targets: mean(outputs, targets) * (1 + random.random()),
+        lambda outputs, targets: mean(outputs, targets) * (1 if data_group() is None else 2),
+    ],
+)
+def test_what_draws_or_asks_for_others_is_not_judged(total: Total) -> None:
+    assert step(evener.loss(total))._trial.is_done
+
+
+def test_a_loss_with_a_state_finds_the_state_it_would_have_found() -> None:
+    class Counting(Loss):
+        def __init__(self) -> None:
+            self.calls, self.norm = 0, nn.BatchNorm1d(3)
+
+        def count(self, targets: Any) -> float:
+            return len(targets)
+
+        def total(self, outputs: Any, targets: Any) -> Tensor:
+            self.calls += 1
+            self.norm(outputs)
+            return in_sum(outputs, targets)
+
+    loss = Counting()
+    step(loss)
+    assert (loss.calls, int(loss.norm.num_batches_tracked or 0)) == (1, 1)
+
+
+def test_generators_are_as_without_a_trial() -> None:
+    def noisy(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (in_sum(outputs, targets) * torch.rand(())).sum()
+
+    step(evener.loss(noisy))
+    tried = torch.rand(1)
+    torch.manual_seed(0)
+    nn.Linear(5, 3)
+    torch.randn(6, 5)
+    torch.rand(())  # the loss's own, of the step
+    assert torch.equal(tried, torch.rand(1))
+
+
+def test_outputs_that_are_not_one_for_each_sample_are_not_tried() -> None:
+    class Pairs(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).repeat(2, 1)
+
+    def total(outputs: Tensor, targets: Tensor) -> Tensor:
+        return mean(outputs, targets.repeat(2))
+
+    step(evener.loss(total), model=Pairs(5, 3))
+
+
+def test_a_loss_of_pairs_is_told_of_on_several_ranks_alone(recwarn: pytest.WarningsRecorder) -> None:
+    step(evener.loss(of_pairs))
+    assert not recwarn.list
+    check_sums((3.0, 1.0, 1.0), (4.0, 2.0, 2.0), (2, 2))
+    assert not recwarn.list
+
+
+def _warned(total: Total) -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        task = tasks._task(loss=evener.loss(total))
+        with evener.Engine(task, batch_size=12, epochs=1) as engine:
+            for batch in engine.batches():
+                engine.step(batch)
+    return [str(each.message) for each in told if "do not add up" in str(each.message)]
+
+
+@pytest.mark.parametrize(("total", "number"), [(of_pairs, 1), (in_sum, 0)])
+def test_a_loss_of_pairs_is_told_of_once_by_the_first_rank(
+    ranks: Callable[[int], RankPool], total: Total, number: int
+) -> None:
+    first, second = ranks(2).run(_warned, total)
+    assert (len(first), len(second)) == (number, 0)
+    assert not number or "all_gather" in first[0]
