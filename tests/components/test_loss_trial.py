@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import evener
-from evener.components.loss_trial import check_sums
+from evener.components.loss_trial import Trial, check_loss, try_metrics
 from evener.components.model_with_loss import Replica
 from evener.core.losses import Loss, SumLoss, exact
 from evener.data.batch import MicroBatch
@@ -149,6 +149,10 @@ def test_generators_are_as_without_a_trial() -> None:
     assert torch.equal(tried, torch.rand(1))
 
 
+def test_a_loss_that_needs_more_samples_than_are_tried_is_not_judged() -> None:
+    step(evener.loss(lambda outputs, targets: mean(outputs, targets) * outputs[5].sum()))
+
+
 def test_outputs_that_are_not_one_for_each_sample_are_not_tried() -> None:
     class Pairs(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
@@ -163,8 +167,26 @@ def test_outputs_that_are_not_one_for_each_sample_are_not_tried() -> None:
 def test_a_loss_of_pairs_is_told_of_on_several_ranks_alone(recwarn: pytest.WarningsRecorder) -> None:
     step(evener.loss(of_pairs))
     assert not recwarn.list
-    check_sums((3.0, 1.0, 1.0), (4.0, 2.0, 2.0), (2, 2))
+    check_loss(Trial((3.0, 1.0, 1.0), (4.0, 2.0, 2.0), (2, 2)))
     assert not recwarn.list
+
+
+def _of_all(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Sends a message of its own, which the other rank would miss: one has a single sample."""
+    number = torch.tensor(float(len(targets)))
+    torch.distributed.all_reduce(number)
+    return in_sum(outputs, targets) * number / number.detach()
+
+
+def _sums(total: Total) -> list[float]:
+    task = tasks._task(loss=evener.loss(total))
+    with evener.Engine(task, batch_size=6, epochs=1, balance="5,1") as engine:
+        return [engine.step(batch).loss for batch in engine.batches()]
+
+
+def test_no_message_is_sent_in_a_trial(ranks: Callable[[int], RankPool]) -> None:
+    first, second = ranks(2).run(_sums, _of_all)
+    assert first == second == pytest.approx(ranks(2).run(_sums, in_sum)[0])
 
 
 def _warned(total: Total) -> list[str]:
@@ -184,3 +206,30 @@ def test_a_loss_of_pairs_is_told_of_once_by_the_first_rank(
     first, second = ranks(2).run(_warned, total)
     assert (len(first), len(second)) == (number, 0)
     assert not number or "all_gather" in first[0]
+
+
+@pytest.mark.parametrize(
+    ("metric", "told"),
+    [
+        (lambda outputs, targets: evener.Sum(mean(outputs, targets), 1), "both must add up"),
+        (lambda outputs, targets: evener.Sum(mean(outputs, targets), len(targets)), "both must add up"),
+        (lambda outputs, targets: evener.Sum(of_pairs(outputs, targets), len(targets)), "both must add up"),
+        (lambda outputs, targets: evener.Sum(in_sum(outputs, targets), len(targets)), ""),
+        (lambda outputs, targets: in_sum(outputs, targets), ""),  # refused elsewhere
+    ],
+)
+def test_a_metric_that_is_no_sum_is_told_once(
+    metric: Any, told: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    torch.manual_seed(0)
+    micro = MicroBatch(torch.randn(6, 5), torch.arange(6) % 3, torch.arange(6), 1)
+    with scope(micro.samples, 1, 0):
+        for _ in range(2):
+            try_metrics({"own": metric, "torchmetrics": object()}, torch.randn(6, 3), micro)
+    assert [told in str(each.message) for each in recwarn.list] == [True] * bool(told)
+
+
+def test_a_metric_is_tried_in_an_evaluation() -> None:
+    task = tasks._task(metrics={"own": lambda outputs, targets: evener.Sum(mean(outputs, targets), 1)})
+    with evener.Engine(task, batch_size=12) as engine, pytest.warns(UserWarning, match="metric 'own'"):
+        engine.evaluate()

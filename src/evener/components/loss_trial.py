@@ -1,9 +1,9 @@
-"""Tries whether a user's loss is a sum over samples, as every division of a batch needs it.
+"""Tries whether a user's loss or metric is a sum over samples, as every division of a batch needs it.
 
 A function that returns a mean trains on one device as if the learning rate were smaller, and on each number of ranks as
 if it were another, without an error. So in the first step the loss is also computed from the first samples, and from
 two halves of these, without gradients. Samples that cannot be told apart in the outputs are not tried, nor a loss that
-draws random numbers, or asks for the other ranks.
+draws random numbers, or asks for the other ranks. Metrics are tried in the first evaluation.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from inspect import isfunction
+from itertools import starmap
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from evener.components.microbatches import by_samples, detached
-from evener.core.losses import Loss
+from evener.core.losses import Loss, Sum
 from evener.core.losses.torch_losses import TorchLoss
 from evener.core.types import Tree
 from evener.data.batch import MicroBatch, map_leaves
@@ -29,6 +32,7 @@ from evener.errors import LossError
 from evener.hardware.generators import all_kept
 from evener.nn.context import Scope, current, resumed
 from evener.nn.recompute_guard import apart
+from evener.torch_internals.dispatch import DispatchMode
 from evener.torch_internals.modules import own_buffers
 
 _MOST = 4
@@ -38,6 +42,41 @@ _CLOSE = 1e-3
 
 class _AsksForOthersError(Exception):
     """The loss looks at the samples of all ranks."""
+
+
+class Trial(NamedTuple):
+    """What was found for some samples, for the first part of them and for the second."""
+
+    totals: tuple[float, float, float]
+    counts: tuple[float, float, float]
+    samples: tuple[int, int]
+    """The number of samples in each part."""
+
+    @property
+    def has_constant_count(self) -> bool:
+        return self.counts[0] == self.counts[1] == self.counts[2] != 0
+
+    @property
+    def adds_up(self) -> bool:
+        return self._is_near(self.totals[1] + self.totals[2])
+
+    @property
+    def is_mean(self) -> bool:
+        """True if the total of all samples is the mean of those of the parts, by their samples or by their counts."""
+        _, first, second = self.totals
+        return any(
+            self._is_near((first * one + second * other) / (one + other))
+            for one, other in (self.samples, self.counts[1:])
+            if one + other
+        )
+
+    def _is_near(self, expected: float) -> bool:
+        return abs(self.totals[0] - expected) <= _CLOSE * (abs(self.totals[1]) + abs(self.totals[2]))
+
+    def __str__(self) -> str:
+        whole, first, second = (f"{total:g}" for total in self.totals)
+        one, other = self.samples
+        return f"of {one + other} samples is {whole}, and those of {one} and {other} of them are {first} and {second}"
 
 
 class LossTrial:
@@ -63,88 +102,117 @@ class LossTrial:
         Warns:
             UserWarning: If it is neither a sum nor a mean, and several ranks compute it.
         """
-        scope, samples = current(), len(micro.samples)
-        if self.is_done or scope is None or not micro.weight or samples < 2:
+        if self.is_done or not micro.weight or len(micro.samples) < 2:
             return
         self.is_done = True
-        is_main = threading.current_thread() is threading.main_thread()  # generators belong to all threads
-        if is_main and by_samples((outputs, micro.targets), samples) and not _is_recording():
-            self._compare(map_leaves(detached, outputs), micro.targets, scope, min(samples, _MOST))
-
-    def _compare(self, outputs: Tree, targets: Tree, scope: Scope, samples: int) -> None:
-        cuts = [(0, samples), (0, samples // 2), (samples // 2, samples), (0, samples)]
-        with suppress(_AsksForOthersError), all_kept(*_devices(outputs)), _unchanged(self._loss):
-            totals, counts = zip(*(self._values(outputs, targets, scope, *cut) for cut in cuts), strict=True)
-            if (totals[0], counts[0]) == (totals[3], counts[3]):
-                check_sums(totals[:3], counts[:3], (samples // 2, samples - samples // 2))
-
-    def _values(
-        self, outputs: Tree, targets: Tree, scope: Scope, start: int, stop: int
-    ) -> tuple[float, float]:
-        """Returns the total and the count of some of the samples."""
-
-        def part(tree: Tree) -> Tree:
-            return map_leaves(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, tree)
-
-        own = Scope(scope.samples[start:stop], scope.step, scope.seed, 1, _ask_for_others, scope.sequence)
-        with torch.no_grad(), apart(), resumed(own):
-            cut = part(targets)
-            return float(self._loss.total(part(outputs), cut)), float(self._loss.count(cut))
+        loss = self._loss
+        found = trial_of(lambda *given: Sum(loss.total(*given), loss.count(given[1])), outputs, micro, loss)
+        if found is not None:
+            check_loss(found)
 
 
-def check_sums(totals: tuple[float, ...], counts: tuple[float, ...], samples: tuple[int, int]) -> None:
-    """Compares the loss of some samples with those of two parts of them.
-
-    Args:
-        totals: Of all, of the first part and of the second.
-        counts: The same.
-        samples: The number of samples in each part.
-
-    Raises:
-        LossError: If the total is a mean, or the count is constant.
-
-    Warns:
-        UserWarning: If the total is something else, and there are several ranks.
-    """
-    whole, first, second = totals
-    if not all(map(math.isfinite, (*totals, *counts))):
-        return
-    number = sum(samples)
-    if counts[0] == counts[1] == counts[2] != 0:
+def check_loss(found: Trial) -> None:
+    """Raises and warns as :meth:`LossTrial.run` does."""
+    if found.has_constant_count:
         raise LossError(
-            f"the loss's count is {counts[0]:g} for {number} samples, and as much for {samples[0]} and for "
-            f"{samples[1]} of them, so that a batch would count for more the more parts it is divided into: return "
-            'the number of terms in the targets, or give evener.loss count="sum" to divide by nothing'
+            f"the loss's count is {found.counts[0]:g} for {sum(found.samples)} samples and for each of two parts of "
+            "them, so that a batch would count for more the more parts it is divided into: return the number of terms "
+            'in the targets, or give evener.loss count="sum" to divide by nothing'
         )
-    scale = abs(first) + abs(second)
-    if abs(whole - first - second) <= _CLOSE * scale:
+    if found.adds_up:
         return
-    told = (
-        f"the loss of {number} samples is {whole:g}, and those of {samples[0]} and {samples[1]} of them are "
-    )
-    told += f"{first:g} and {second:g}"
-    for weights in (samples, counts[1:]):
-        if sum(weights) and abs(whole - _mean(totals[1:], weights)) <= _CLOSE * scale:
-            raise LossError(
-                f"{told}: their mean, where it must be their sum, or each rank and each micro-batch would count as "
-                'much as the whole. Have the loss return the sum of its terms, as reduction="sum" and .sum() do; its '
-                "count is what divides it. A loss of torch.nn can be given as it is: loss=nn.CrossEntropyLoss()"
-            )
+    if found.is_mean:
+        raise LossError(
+            f"the loss {found}: their mean, where it must be their sum, or each rank and each micro-batch would count "
+            'as much as the whole. Have the loss return the sum of its terms, as reduction="sum" and .sum() do; its '
+            "count is what divides it. A loss of torch.nn can be given as it is: loss=nn.CrossEntropyLoss()"
+        )
     if dist.is_initialized() and dist.get_world_size() > 1 and not dist.get_rank():
         warnings.warn(
-            f"{told}, which do not add up to it: the loss looks at several samples together. Each rank looks at its "
-            "own, which is another training than that of one device. evener.nn.all_gather(rows, "
-            "evener.nn.data_group()) in the loss brings the samples of all ranks together",
+            f"the loss {found}, which do not add up to it: it looks at several samples together, or has a term of no "
+            "sample. Each rank computes it of its own samples, which is another training than that of one device. "
+            "evener.nn.all_gather(rows, evener.nn.data_group()) in the loss brings the samples of all ranks together, "
+            "and Task(penalty=...) takes what belongs to no sample",
             stacklevel=2,
         )
 
 
-def _mean(values: tuple[float, ...], weights: tuple[float, ...]) -> float:
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+def try_metrics(metrics: Mapping[str, Any], outputs: Tree, micro: MicroBatch) -> None:
+    """Tries those functions of the user that have not been.
+
+    Warns:
+        UserWarning: On the first rank, if one returns no sum.
+    """
+    for name, metric in metrics.items():
+        if not isfunction(metric) or metric in _tried or not micro.weight or len(micro.samples) < 2:
+            continue
+        _tried.add(metric)
+        found = trial_of(metric, outputs, micro, metric)
+        is_first = not (dist.is_initialized() and dist.get_rank())
+        if found is not None and is_first and (found.has_constant_count or not found.adds_up):
+            warnings.warn(
+                f"the total of metric {name!r} {found}, and their counts are {found.counts[0]:g}, {found.counts[1]:g} "
+                f"and {found.counts[2]:g}: both must add up, or the metric depends on how its samples are divided into "
+                "batches and over ranks. Return evener.Sum(sum of the terms, their number), or use a torchmetrics "
+                "object",
+                stacklevel=2,
+            )
+
+
+_tried = WeakSet[Any]()
+
+
+def trial_of(
+    terms: Callable[[Tree, Tree], Sum], outputs: Tree, micro: MicroBatch, keeps: object
+) -> Trial | None:
+    """Returns the terms of the first samples of a micro-batch, and of two parts of these. Returns None if samples
+    cannot be told apart, or the terms cannot be computed from any samples, or are not the same each time.
+
+    Args:
+        keeps: The object whose state is restored.
+    """
+    scope, samples = current(), len(micro.samples)
+    is_main = threading.current_thread() is threading.main_thread()  # generators belong to all threads
+    if scope is None or not is_main or not by_samples((outputs, micro.targets), samples) or _is_recording():
+        return None
+    outputs, samples = map_leaves(detached, outputs), min(samples, _MOST)
+
+    def terms_of(start: int, stop: int) -> tuple[float, float]:
+        def part(tree: Tree) -> Tree:
+            return map_leaves(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, tree)
+
+        own = Scope(scope.samples[start:stop], scope.step, scope.seed, 1, _ask_for_others, scope.sequence)
+        with torch.no_grad(), apart(), resumed(own), _Alone():
+            found = terms(part(outputs), part(micro.targets))
+            return float(found.total), float(found.count)
+
+    half = samples // 2
+    with all_kept(*_devices(outputs)), _unchanged(keeps):
+        try:
+            whole, first, second, again = starmap(
+                terms_of, [(0, samples), (0, half), (half, samples), (0, samples)]
+            )
+        except Exception:  # of the user's code, which will say so itself where it cannot compute a batch
+            return None
+    if whole != again or not all(map(math.isfinite, (*whole, *first, *second))):
+        return None
+    totals, counts = zip(whole, first, second, strict=True)
+    return Trial(totals, counts, (half, samples - half))
 
 
 def _ask_for_others() -> None:
     raise _AsksForOthersError
+
+
+class _Alone(DispatchMode):
+    """Lets no message be sent: other ranks may not try the loss at the same time."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            _ask_for_others()
+        return func(*args, **(kwargs or {}))
 
 
 def _is_recording() -> bool:
@@ -158,9 +226,9 @@ def _devices(tree: Tree) -> set[torch.device]:
 
 
 @contextmanager
-def _unchanged(loss: Any) -> Iterator[None]:
-    """Restores the attributes of a loss and of what it is made of, and the buffers of modules in it."""
-    parts = [loss, *vars(loss).values()]
+def _unchanged(own: Any) -> Iterator[None]:
+    """Restores the attributes of a loss or metric and of what it is made of, and the buffers of modules in it."""
+    parts = [own, *vars(own).values()]
     parts += [part.__self__ for part in parts if hasattr(part, "__self__")]
     modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
     attributes = [(vars(part), dict(vars(part))) for part in (*parts, *modules) if _has_attributes(part)]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from evener.balance.base import Equal, Fixed
+from evener.components.loss_trial import try_metrics
 from evener.core.losses import Accumulator, metric
 from evener.core.records import EvaluationRecord
 from evener.core.task.validation import as_dataset, check_dataset
@@ -91,6 +92,8 @@ def examine(
         for micro, outputs in _forward(learner, dataset, options):
             samples += micro.size
             if _speaks(learner):
+                if measured:
+                    try_metrics(learner.task.metrics, outputs, micro)
                 # A placeholder's result does not count, but other ranks may wait for its computation.
                 for name, accumulator in (accumulators if micro.weight else _accumulators(learner)).items():
                     if name in accumulators:
