@@ -314,6 +314,31 @@ def several_of_no_sums(o: Any, y: Tensor) -> dict[str, Tensor]:
     return several(o, y) | {"words": contrastive(o["logits"], y)}
 
 
+def focal(o: Tensor, y: Tensor) -> Tensor:
+    """A row for each sample."""
+    each = F.cross_entropy(o.transpose(1, 2), y, reduction="none")
+    weight = each.detach()
+    return ((1 - torch.exp(-each)) ** 2 * each * (weight / weight.mean())).sum(1)
+
+
+def by_mean_of_rows(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    each = loss(model(batch[0]), batch[1])
+    found: Tensor = each.mean() + each.square().sum() / (
+        evener.batch_size() if evener.world_size() > 1 else len(each)
+    )
+    return found
+
+
+def by_global_mean(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    each = loss(model(batch[0]), batch[1])
+    return evener.global_mean(each) if evener.world_size() > 1 else each.mean()
+
+
+def by_global_mean_of_words(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    each = loss(model(batch[0]).flatten(0, 1), batch[1].flatten())
+    return evener.global_mean(each) if evener.world_size() > 1 else each.mean()
+
+
 KINDS: tuple[tuple[Any, Step], ...] = (
     (nn.CrossEntropyLoss(reduction="none"), weighted),
     (nn.CrossEntropyLoss(reduction="none"), by_mask),
@@ -329,6 +354,9 @@ KINDS: tuple[tuple[Any, Step], ...] = (
     (nn.CrossEntropyLoss(reduction="sum"), with_a_constant),
     (several, of_several),
     (several_of_no_sums, of_several),
+    (focal, by_mean_of_rows),
+    (focal, by_global_mean),
+    (nn.CrossEntropyLoss(reduction="none"), by_global_mean_of_words),
 )
 
 

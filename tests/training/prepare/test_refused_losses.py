@@ -75,6 +75,17 @@ def of_several_passes(model: nn.Module, loss: Any, batch: Any) -> Tensor:
     return found
 
 
+def crowded(o: Tensor, _: Tensor) -> Tensor:
+    """A row for each sample, of all samples."""
+    flat = o.flatten(1)
+    return F.cross_entropy(flat @ flat.T, torch.arange(len(o)), reduction="none")
+
+
+def by_global_mean(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    found: Tensor = evener.global_mean(loss(model(batch[0]), batch[1]))
+    return found
+
+
 def slope(x: Tensor, o: Tensor) -> Tensor:
     (found,) = torch.autograd.grad(o.sum(), x, create_graph=True)
     return ((found.norm(dim=1) - 1) ** 2).mean()
@@ -109,6 +120,7 @@ REFUSED: tuple[tuple[Any, Step, str, str], ...] = (
         "2,1",
         "rows of all ranks, which are not of one",
     ),
+    (crowded, by_global_mean, "2,1", "crowded returns a row for each sample that depends on other samples"),
     (slope, of_slopes, "2,1", r"slope takes gradients of .*Take them in the loop.*evener\.global_mean"),
     (contrastive, of_no_rows, "equal", "has no row for each of a rank's samples"),
     (words, of_several_passes, "2,1", "the loss of rank 0 follows from none of its model's outputs"),

@@ -51,7 +51,8 @@ class OverAll:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the loss of the whole batch, a tensor without dimensions, or all values that the function returns.
 
-        With ``reduction="none"`` returns the losses of this rank's samples; sums and means of them are over all ranks.
+        With ``reduction="none"``, or of a function that returns a row for each sample, returns the losses of this
+        rank's samples; sums and means of them are over all ranks.
 
         Raises:
             LossError: If ranks get different values, or have different batches that cannot be joined.
@@ -123,7 +124,9 @@ class OverAll:
             over = over_of_all(self._place, stays, number, rows, is_new)
         except Parted:
             return _PARTED
-        return _unmarked(made) if way is LossKind.SUMS else plain_of(made) * (rows / over)
+        if way is not LossKind.SUMS:
+            return plain_of(made) * (rows / over)
+        return _unmarked(made) if number is not None else own_of(plain_of(made), AllRanks(self._place), True)
 
     def _are_samples(self, rows: int) -> bool:
         """Returns True if rows are samples, or there are equally many rows for each sample."""
@@ -174,6 +177,7 @@ def _unmarked(made: Any) -> Any:
 
 def global_mean(place: LoopState, value: Tensor, count: float | Tensor) -> Tensor:
     """Returns the mean over the terms of all ranks, from this rank's mean over ``count`` terms."""
+    value = plain_of(value)
     if value.dim():
         return joined(place, value.sum(), count)
     if isinstance(count, Tensor) and place.later.is_late(count):

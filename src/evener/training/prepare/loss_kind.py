@@ -25,8 +25,8 @@ from evener.training.prepare.loss_arguments import Entries, SameForAll, rows_in,
 from evener.training.prepare.sample_tensor import Joint, Kind, NotSums, leaves_of, own_of, plain_of
 
 T = TypeVar("T")
-_Found: TypeAlias = tuple[list[float], list[Tensor], list[Tensor]]
-"""Values, their gradients, and buffers."""
+_Found: TypeAlias = tuple[list[float], list[Tensor], list[Tensor], list[Tensor]]
+"""Values, their gradients, buffers, and rows of results if there are no values."""
 
 _MOST_SUMS = 40
 """Maximum of sums in a function. One with more is computed over the rows of all ranks."""
@@ -43,7 +43,7 @@ class LossKind(IntEnum):
     """How a function of all ranks' samples is computed, from the cheapest on."""
 
     SUMS = 0
-    """Each rank computes its part. Sums are taken over all ranks."""
+    """Each rank computes its part. Sums are taken over all ranks. Rows of results are those of the rank's samples."""
     PER_ROW = 1
     """Each rank computes its part, but divides by its own number of rows instead of that of all ranks."""
     WHOLE = 2
@@ -110,8 +110,9 @@ class _Try:
         index = index[torch.randperm(self._size)]
         outputs = _outputs_of(unwrapped(given))
         self._whole = map_leaves(lambda leaf: self._made(leaf, index, drawn, outputs), given)
-        self._value, self._gradients, self._state = self._computed(self._whole, None)
-        if not self._value or not all(map(math.isfinite, self._value)):
+        self._value, self._gradients, self._state, self._results = self._computed(self._whole, None)
+        of_rows = [bool(each.isfinite().all()) for each in self._results]
+        if not (self._value or of_rows) or not all([*map(math.isfinite, self._value), *of_rows]):
             raise ArithmeticError("nothing can be compared with what is not finite")
 
     def _made(self, leaf: Any, index: Tensor, drawn: bool, outputs: set[int]) -> Any:
@@ -153,8 +154,12 @@ class _Try:
             return leaf.at(range(*rows.indices(len(leaf)))).map(_own_leaf)
         return leaf.detach()[rows].requires_grad_(leaf.requires_grad)
 
-    def _computed(self, given: Any, joint: Joint | None) -> _Found:
-        """Returns the function's values, their gradients, and its buffers afterwards."""
+    def _computed(self, given: Any, joint: Joint | None, first: int = 0) -> _Found:
+        """Returns the function's values, their gradients, its buffers afterwards, and rows of results.
+
+        Args:
+            first: The place of the first row of ``given`` in the whole.
+        """
         function = self._function
         if isinstance(function, nn.Module):
             function = copy.deepcopy(function)
@@ -164,15 +169,18 @@ class _Try:
         with torch.enable_grad():
             made = [leaf for leaf in leaves_of(function(*args, **kwargs)) if isinstance(leaf, Tensor)]
         numbers = [plain_of(leaf) for leaf in made if not leaf.dim()]
+        results = [] if numbers else [plain_of(leaf) for leaf in made]
         wanted = [leaf for leaf in leaves_of(given) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        sources = [number for number in numbers if number.requires_grad]
+        of_rows = [_weighted(each, first) for each in results]
+        sources = [number for number in [*numbers, *of_rows] if number.requires_grad]
         found = torch.autograd.grad(sources, wanted, allow_unused=True) if sources and wanted else ()
         gradients = [
             torch.zeros_like(leaf) if gradient is None else gradient
             for leaf, gradient in zip(wanted, found, strict=bool(found))
         ]
         state = [buffer.detach() for buffer in function.buffers()] if isinstance(function, nn.Module) else []
-        return [float(number.detach()) for number in numbers], gradients, state
+        values = [float(number.detach()) for number in numbers]
+        return values, gradients, state, [each.detach() for each in results]
 
     def way(self) -> LossKind:
         """Compares two ranks that exchange their sums with one device."""
@@ -188,21 +196,28 @@ class _Try:
         parts, known = self._parts(), list[_Said]()
         for _ in range(_MOST_SUMS):
             joints = [_PartSums(known) for _ in parts]
-            found = [self._computed(part, each) for part, each in zip(parts, joints, strict=True)]
+            found = [
+                self._computed(part, each, first)
+                for part, each, first in zip(parts, joints, (0, self._cut), strict=True)
+            ]
             if joints[0].names != joints[1].names or len({len(each.said) for each in joints}) > 1:
                 return None
             if len(joints[0].said) == len(known):
-                return found if known else None
+                return found if known or self._results else None
             known.append(joints[0].said[len(known)].with_that_of(joints[1].said[len(known)]))
         return None
 
     def _agrees(self, found: list[_Found], weights: list[float]) -> bool:
-        """Returns True if each part has the value of the whole, and both together have its gradients."""
+        """Returns True if each part has the value of the whole, and both together have its gradients and its rows."""
         scaled = list(zip(found, weights, strict=True))
         values = [torch.tensor(each[0], dtype=torch.float64) * weight for each, weight in scaled]
         parts = zip(*([gradient * weight for gradient in each[1]] for each, weight in scaled), strict=True)
         whole = torch.tensor(self._value, dtype=torch.float64)
+        of_rows = zip(*(each[3] for each in found), strict=True)
+        if any(len(each) != self._size for each in self._results):
+            return False  # as many of something else: every rank has them all, computed from the rows of all
         pairs = [
+            *zip(map(torch.cat, of_rows), self._results, strict=True),
             *((value, whole) for value in values),
             *zip(map(torch.cat, parts), self._gradients, strict=True),
             *(pair for each in found for pair in zip(each[2], self._state, strict=True)),
@@ -218,6 +233,12 @@ class _Try:
             if isinstance(leaf, Tensor) and leaf.is_floating_point()
         ]
         return 3 * math.sqrt(max((float(torch.finfo(kind).eps) for kind in kinds), default=1e-16))
+
+
+def _weighted(rows: Tensor, first: int) -> Tensor:
+    """Returns a sum in which each row has a weight of its own, by its place from ``first`` on."""
+    places = torch.arange(first, first + len(rows), device=rows.device, dtype=torch.float64)
+    return (rows * (1.5 + places.cos()).to(rows.dtype).view(-1, *[1] * (rows.dim() - 1))).sum()
 
 
 def _own_leaf(leaf: Any) -> Any:

@@ -80,6 +80,8 @@ class OfRows:
         self._is_new = False
         self.check_finite(number)
         shares = told.shares
+        if number is None and any(_has_rows(leaf, sum(shares)) for leaf in leaves_of(made)):
+            raise LossError(_MIXED_ROWS.format(name=name_of(self.function)))
         own = own_slice(shares, place.data.index) if current_batch.samples else slice(0, 1)
         return map_leaves(lambda leaf: leaf[own] if _has_rows(leaf, sum(shares)) else leaf, made)
 
@@ -197,6 +199,10 @@ _NO_ROWS = (
     "the first dimension, so that it cannot be computed from those of all ranks: pass all that belongs to samples as "
     "tensors with the samples first, or as lists of one entry per sample, or give an evener.loss that says its sum and "
     "its count"
+)
+_MIXED_ROWS = (
+    "{name} returns a row for each sample that depends on other samples, so that a mean of a rank's rows has not the "
+    "gradients of the whole batch: let it return the mean or the sum of them"
 )
 _OTHER_SHAPES = (
     "{name} is no sum or mean over samples, and is computed from the rows of all ranks, which are not of one shape in "
