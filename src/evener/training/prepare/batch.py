@@ -30,7 +30,8 @@ _AHEAD = 2
 _DIFFERENT = (
     "evener.batch was given other tensors on rank {rank} than on rank 0: each rank drew its own. Give it the function "
     "that draws the batch, as evener.batch(get_batch, 'train'), which all ranks then call with one generator; what "
-    "draws from NumPy, Python or an environment must be seeded alike on all ranks"
+    "draws from NumPy, Python or an environment must be seeded alike on all ranks. Before a rollout, whose samples "
+    "come in several batches, seed torch with the same number on all ranks, as torch.manual_seed(update)"
 )
 _NO_ROWS = (
     "evener.batch divides tensors with the samples along dimension {dim}, and got {shapes}. Divide before they are "

@@ -6,14 +6,17 @@ if their shares are equal, so nothing else would detect it.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Set
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
 
 from evener.errors import LossError
+from evener.training.prepare.factors import factors_at
 from evener.training.prepare.late_checks import LateChecks, Number
 
 _SUM = (
@@ -72,6 +75,8 @@ class GlobalLossValue(Tensor):
             return NotImplemented  # leaves the call to another tensor subclass
         if name in ("div", "true_divide", "div_", "divide", "mul", "mul_", "multiply"):
             whole.look_at(name, [part for part in args if part is not whole])
+        elif name in ("item", "__float__"):
+            whole.look_at_line(inspect.currentframe())
         made = func(*_plain(args), **_plain(kwargs or {}))
         stays = name in _STAYS and isinstance(made, Tensor) and not made.dim()
         return whole_of(made, whole.confused, whole.is_sum) if stays else made
@@ -99,6 +104,24 @@ class GlobalLossValue(Tensor):
             warnings.warn(message, stacklevel=8)
 
         self.confused.check(number, tell)
+
+    def look_at_line(self, frame: FrameType | None) -> None:
+        """Checks what the line that calls ``frame`` does with this value as a Python number.
+
+        Warns:
+            UserWarning: If it divides a sum over all ranks, or multiplies a mean, by a number of this rank.
+        """
+        line = frame.f_back if frame is not None and self.confused.own else None
+        if line is None:
+            return
+        message, rank = _SUM if self.is_sum else _MEAN, self.confused.rank
+
+        def tell(found: int) -> None:
+            warnings.warn(message.format(number=found, rank=rank, where=""), stacklevel=8)
+
+        for operation, number in factors_at(line):
+            if self.is_sum == (operation == "div"):
+                self.confused.check(number, tell)
 
 
 def whole_of(value: Tensor, confused: Confused, is_sum: bool) -> Tensor:

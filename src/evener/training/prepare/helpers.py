@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -46,10 +48,23 @@ def is_main() -> bool:
 
 
 def print(*values: Any, **options: Any) -> None:  # prints once, not once per rank
-    """Prints on rank 0 alone, like Python's ``print``. A tqdm progress bar stays below."""
+    """Prints on rank 0 alone, like Python's ``print``. A tqdm progress bar stays below.
+
+    Warns if the numbers of other ranks are others than those that are printed, which are then of rank 0's samples.
+    """
+    place = place_or_none()
+    if place is not None and place.world_size > 1:
+        place.printed.note(_line_of_caller(), values)
     if is_main():
         with tqdm.external_write_mode(options.get("file")):
             builtins.print(*values, **options)
+
+
+def _line_of_caller() -> str:
+    frame = inspect.currentframe()
+    for _ in range(2):
+        frame = frame and frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def barrier() -> None:

@@ -40,6 +40,7 @@ from evener.training.prepare.learner_of_loop import LearnerOfLoop
 from evener.training.prepare.loop_division import LoopDivision
 from evener.training.prepare.model_outputs import Outputs
 from evener.training.prepare.positions import try_first_call
+from evener.training.prepare.printed import PrintedTexts
 from evener.training.prepare.rank_checks import WAITS, check_exchange, check_marks
 from evener.training.prepare.replicas import LoopReplicas
 from evener.training.prepare.rng import CommonRandom
@@ -78,8 +79,7 @@ class LoopState:
     def __init__(
         self, session: Session, make: LearnerOfLoop, models: list[nn.Module], random: CommonRandom
     ) -> None:
-        self.session, self.random = session, random
-        self.make = make
+        self.session, self.random, self.make = session, random, make
         self.division = LoopDivision(self._meeting, lambda: self.is_in_pass, lambda: self.learner)
         learner = self.division.set_up(make, models, session)
         models = held_by(learner, len(models))
@@ -91,7 +91,7 @@ class LoopState:
         self.later = LateChecks(session, lambda: self.steps)
         self.mean = MeanOfRanks(learner, models, self.exchange, self.later)
         random.exchange = lambda *numbers: self.exchange("seeding anew", *numbers)
-        self.steps = 0
+        self.steps, self.printed = 0, PrintedTexts()
         self._replicas = LoopReplicas()
         self.is_over, self.function = False, ""  # the name of the loss that is computing, if one is
         self.is_in_pass = False
@@ -175,14 +175,14 @@ class LoopState:
         Raises:
             ConfigurationError: If ranks call this for different reasons, or have updated weights differently.
         """
-        watchdog = self.session.watchdog
         strangers, self.strangers = self.strangers, 0
-        own = float(WAITS.index(what)), float(self.steps), float(strangers)
-        row = [*own, *values, *[0.0] * (_WIDTH - len(values))]
-        with watchdog.phase(what, step=self.steps, explains=True), waiting():
+        own = WAITS.index(what), self.steps, strangers, self.printed.checksum
+        row = [*map(float, own), *values, *[0.0] * (_WIDTH - len(values))]
+        with self.session.watchdog.phase(what, step=self.steps, explains=True), waiting():
             rows = self._control.exchange(row).wait()
         check_exchange(rows, what)
-        return [row[3:] for row in rows]
+        self.printed.compare([row[3] for row in rows], self.session.control.gather_objects, self.rank)
+        return [row[4:] for row in rows]
 
     def _watch_outputs(self) -> None:
         """Collects the outputs of the models if a BatchNorm makes ranks wait for each other in the backward pass."""

@@ -1,0 +1,142 @@
+"""Finds the number by which a line of the loop multiplies or divides a Python number.
+
+``loss.item()`` is a plain float, which cannot tell what is done with it, and ``total += loss.item() * len(x)`` would be
+wrong in silence on ranks that have equally many samples. So the line is read while it calls ``item()``::
+
+    total += loss.item() * inputs.size(0)      the call, by its position  ─▶  times inputs.size(0)  ─▶  6
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import lru_cache
+from itertools import islice, pairwise
+from types import CodeType, FrameType
+from typing import Any, Literal
+
+from torch import Tensor
+
+Operation = Literal["mul", "div"]
+Position = tuple[int | None, int | None, int | None, int | None]
+
+
+def factors_at(frame: FrameType) -> list[tuple[Operation, int]]:
+    """Returns the numbers of rows by which the loop multiplies or divides the result of the call that a frame is in.
+
+    Only numbers that can be read without running anything of the loop's are found: ``len(x)``, ``x.size(0)`` and
+    ``x.shape[0]`` of a tensor, and a variable to which the loop assigns one of these.
+    """
+    found: list[tuple[Operation, int]] = []
+    for operation, operand in _operands(frame.f_code, frame.f_lasti):
+        number = _rows_in(operand, frame)
+        if number is not None:
+            found.append((operation, number))
+    return found
+
+
+@lru_cache(maxsize=256)
+def _operands(code: CodeType, instruction: int) -> list[tuple[Operation, ast.expr]]:
+    """Returns what a call's result is multiplied or divided by; nothing if the source is not at hand."""
+    with suppress(Exception):
+        position: Position = next(islice(code.co_positions(), instruction // 2, None))
+        lines = linecache.getlines(code.co_filename)
+        if None in position:
+            return []  # Python was told to forget columns
+        tree = ast.parse("".join(lines))
+        counts = {
+            name for node in ast.walk(tree) if isinstance(node, ast.Assign) for name in _counts_of(node)
+        }
+        return [
+            (operation, operand)
+            for operation, operand in _around(tree, position)
+            if not isinstance(operand, ast.Name) or operand.id in counts
+        ]
+    return []
+
+
+def _counts_of(node: ast.Assign) -> Iterator[str]:
+    """Yields the variables to which an assignment gives a number of rows, as in ``n = len(x)``, ``n, c = x.shape``."""
+    for target in node.targets:
+        if isinstance(target, ast.Name) and _tensor_of(node.value):
+            yield target.id
+        if isinstance(target, ast.Tuple) and isinstance(target.elts[0], ast.Name):
+            match node.value:
+                case ast.Attribute(attr="shape") | ast.Call(func=ast.Attribute(attr="size"), args=[]):
+                    yield target.elts[0].id
+
+
+def _around(tree: ast.AST, position: Position) -> list[tuple[Operation, ast.expr]]:
+    """Returns the operands of the products and quotients around the node at a position, from inside to outside."""
+    chain = _chain_to(tree, position)
+    found: list[tuple[Operation, ast.expr]] = []
+    for inner, outer in pairwise(chain):
+        if not isinstance(outer, ast.BinOp):
+            break
+        if isinstance(outer.op, ast.Mult):
+            found.append(("mul", outer.right if outer.left is inner else outer.left))
+        elif isinstance(outer.op, ast.Div) and outer.left is inner:
+            found.append(("div", outer.right))
+        else:
+            break
+    return found
+
+
+def _chain_to(tree: ast.AST, position: Position) -> list[ast.AST]:
+    """Returns the nodes from the one at a position to the whole tree."""
+    chain: list[ast.AST] = [tree]
+    while True:
+        inside = [node for node in ast.iter_child_nodes(chain[-1]) if _holds(node, position)]
+        if not inside:
+            break
+        chain.append(inside[0])
+    exact = [n for n, node in enumerate(chain) if _position_of(node) == position]
+    return chain[exact[0] :: -1] if exact else []
+
+
+def _position_of(node: ast.AST) -> Position:
+    return (
+        getattr(node, "lineno", None),
+        getattr(node, "end_lineno", None),
+        getattr(node, "col_offset", None),
+        getattr(node, "end_col_offset", None),
+    )
+
+
+def _holds(node: ast.AST, position: Position) -> bool:
+    first, last, begin, end = _position_of(node)
+    if None in (first, last, begin, end):
+        return any(_holds(inner, position) for inner in ast.iter_child_nodes(node))
+    return (first, begin) <= (position[0], position[2]) and (position[1], position[3]) <= (last, end)
+
+
+def _rows_in(operand: ast.expr, frame: FrameType) -> int | None:
+    """Returns the number of rows that an operand is; None for anything else."""
+    if isinstance(operand, ast.Name):
+        number = _variable(operand, frame)
+        return number if type(number) is int else None
+    name = _tensor_of(operand)
+    tensor = None if name is None else _variable(name, frame)
+    return len(tensor) if isinstance(tensor, Tensor) and tensor.dim() else None
+
+
+def _tensor_of(node: ast.expr) -> ast.Name | None:
+    """Returns the variable whose number of rows an expression is; None for others."""
+    match node:
+        case ast.Call(func=ast.Name(id="len"), args=[ast.Name() as name], keywords=[]):
+            return name
+        case ast.Call(
+            func=ast.Attribute(value=ast.Name() as name, attr="size"), args=[ast.Constant(value=0)]
+        ):
+            return name
+        case ast.Subscript(
+            value=ast.Attribute(value=ast.Name() as name, attr="shape"), slice=ast.Constant(value=0)
+        ):
+            return name
+    return None
+
+
+def _variable(name: ast.Name, frame: FrameType) -> Any:
+    return frame.f_locals.get(name.id, frame.f_globals.get(name.id))
