@@ -15,9 +15,11 @@ from evener.errors import ConfigurationError, EvenerError, TaskError
 from evener.strategies.context.context import ContextParallel
 from tests.strategies.sentences import (
     LONGEST,
+    PADDING,
     WIDTH,
     WORDS,
     Model,
+    count,
     pad_all,
     task,
     total,
@@ -85,8 +87,78 @@ class PooledToo(Mixing):
         return self.head(x), self.mix(x)
 
 
+class Gated(nn.Module):
+    """A mean over positions, behind a gate that is closed at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * x.mean(1, keepdim=True)
+
+
+class InTraining(nn.Module):
+    """A mean over positions in training alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True) if self.training else x
+
+
+class Remembering(nn.Module):
+    """Code of training that leaves something behind, in attributes, buffers and weights that are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.past, self.drop = 0, [0.0], nn.Dropout(0.0)
+        self.slow, self.fast = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.slow.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(()))
+        self.seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.past.append(0.1 * self.calls)
+            self.seen += 1
+            with torch.no_grad():
+                self.slow.weight.lerp_(self.fast.weight, 0.5)
+        return self.drop(self.slow(x) + self.fast(x) * (1 + self.past[-1] + self.seen / 8))
+
+
 def counting() -> Task:
     return task(Counting)
+
+
+def gated() -> Task:
+    return mixing(Gated)
+
+
+def in_training() -> Task:
+    return mixing(InTraining)
+
+
+def remembering() -> Task:
+    return mixing(Remembering)
+
+
+def shifted(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss that shifts the targets itself, and so lacks those at the end of each piece."""
+    return total(outputs[:, :-1], targets[:, 1:])
+
+
+def shifting() -> Task:
+    return task(lambda: Mixing(nn.Identity), loss=evener.loss(total=shifted, count=count))
+
+
+def by_place(outputs: Tensor, targets: Tensor) -> Tensor:
+    terms = nn.functional.cross_entropy(outputs.mT, targets, ignore_index=PADDING, reduction="none")
+    return (terms * torch.linspace(1, 2, LONGEST).to(terms)).sum()
+
+
+def of_fixed_length() -> Task:
+    """A loss whose weights are those of the whole length."""
+    return task(lambda: Mixing(nn.Identity), collate=pad_all, loss=evener.loss(total=by_place, count=count))
 
 
 def mixing(mix: Any) -> Task:
@@ -160,6 +232,10 @@ DIFFERS = "does not compute from pieces of sequences what it computes from whole
         ("recurrent", {}, DIFFERS + ".*mix .Recurrent"),
         ("convolving", {}, DIFFERS + ".*mix .Convolving"),
         ("attending_by_hand", {}, DIFFERS),
+        ("gated", {}, DIFFERS),
+        ("in_training", {}, DIFFERS + ".*in training mode"),
+        ("shifting", {}, "the loss's total of whole sequences is .*shifts targets"),
+        ("of_fixed_length", {"trial": 99}, "the loss cannot be computed from a piece of the sequences"),
         ("fixed", {}, "cannot run on a piece of the first sequences: RuntimeError"),
         ("pooling", {}, "outputs.1, of shape .5, 6., has no dimension for positions"),
         ("of_samples", {}, "have 5 terms, and their pieces 5 . 5"),
@@ -175,6 +251,12 @@ def test_what_cannot_be_divided_is_refused(
     for kind, message in ranks(2).run(refused, name, strategy=ContextParallel(**options)):
         assert issubclass(kind, TaskError | ConfigurationError), message
         assert re.search(words, message), message
+
+
+def test_a_trial_leaves_no_trace_of_what_training_counts_or_writes(ranks: Any) -> None:
+    alone = trajectory("remembering", module=__name__, strategy="single")
+    for found in ranks(2).run(trajectory, "remembering", module=__name__):
+        assert found.losses == pytest.approx(alone.losses, rel=1e-12)
 
 
 @pytest.mark.parametrize(

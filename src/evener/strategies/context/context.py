@@ -34,9 +34,10 @@ from evener.nn.attention import METHODS
 from evener.nn.attention_dispatch import attend_within
 from evener.nn.head_parallel_attention import fewest_heads
 from evener.nn.sequence_layout import ORDERS, DividedSequence
+from evener.nn.vocabulary_loss import VocabularyParallelCrossEntropy
 from evener.strategies.base import Strategy
 from evener.strategies.context.cutting import Cutting, map_named
-from evener.strategies.context.equivalence_check import alike, check_likeness
+from evener.strategies.context.equivalence_check import alike, check_likeness, check_total
 from evener.strategies.ddp import summing
 from evener.strategies.interfaces import BatchSlicer, ModelCall, Stepper, StrategySettings
 from evener.strategies.learner import Learner
@@ -132,7 +133,9 @@ class SequencePieces(BatchSlicer):
         names = None if options.cut is None else frozenset(name.strip() for name in options.cut.split(","))
         self._cutting = Cutting(options.dim, names)
         self._options, self._learner, self._group = options, learner, group
-        self._counted = self._tried = False
+        self._counted = False
+        self._tried: set[bool] = set()
+        """Modes in which the model was tried; True is training."""
         self._found: dict[str, int] = {}
 
     def trained(self, micro: MicroBatch) -> MicroBatch:
@@ -158,13 +161,13 @@ class SequencePieces(BatchSlicer):
         return self._with_inputs(whole, self._sequence(self._cutting.length(whole)))
 
     def try_call(self, call: ModelCall, micro: MicroBatch) -> None:
-        if self._tried:
+        if self._learner.model.training in self._tried:
             return
-        self._tried = True
         sequence: DividedSequence = micro.sequence
         whole = map_leaves(lambda leaf: _joined(leaf, sequence), call)
         given = SequencePieces(dataclasses.replace(self._options, cut=None), self._learner, self._group)
         given._try(dataclasses.replace(micro, inputs=whole, targets=None, sequence=None))
+        self._tried |= {self._learner.model.training, False}
 
     def _sequence(self, length: int) -> DividedSequence:
         options = self._options
@@ -198,18 +201,48 @@ class SequencePieces(BatchSlicer):
                 "whole sequences cannot be divided so: use one that counts positions, or strategy 'ddp'"
             )
 
+    def _check_total(self, outputs: Tree, targets: Any, sequence: DividedSequence) -> None:
+        """Raises TaskError unless the loss totals of all pieces add up to the total of the whole."""
+        learner = self._learner
+        if isinstance(learner.task.loss, VocabularyParallelCrossEntropy):
+            return  # a sum over positions, which may expect divided scores
+        try:
+            loss = learner.task.exact_loss()
+        except LossError:
+            return  # the user's own loop has its own
+
+        def of_rank(rank: int) -> tuple[Tree, Tree]:
+            cut = map_named(
+                lambda name, leaf: (
+                    sequence.part(leaf, self._found[name], rank).contiguous() if name in self._found else leaf
+                ),
+                outputs,
+                "outputs",
+            )
+            return cut, self._targets(targets, sequence, rank)
+
+        pieces = map(of_rank, range(self._group.size()))
+        check_total(loss, (outputs, targets), pieces, learner.settings.precision.coarsest)
+
     def _try(self, micro: MicroBatch) -> None:
         options = self._options
-        if self._tried or not options.trial:
+        mode = self._learner.model.training
+        if self._tried >= {mode} or not options.trial:
             return
-        self._tried = True
+        self._tried |= {mode, False}
         length, ranks = min(options.trial, self._length_of_inputs(micro)), self._group.size()
         if length > ranks and length % ranks == 0:
             length -= 1  # unequal pieces: no other dimension can be mistaken for the positions
         inputs = self._cutting.part(micro.inputs, "inputs", lambda leaf: leaf.narrow(options.dim, 0, length))
-        short = self._at_model(dataclasses.replace(micro, inputs=inputs, targets=None))
+        targets = self._cutting.part(
+            micro.targets, "targets", lambda leaf: leaf.narrow(options.dim, 0, length)
+        )
+        there = self._at_model(dataclasses.replace(micro, inputs=inputs, targets=targets))
+        short = dataclasses.replace(there, targets=None)
         piece = self._with_inputs(short, self._sequence(length))
-        check_likeness(self._learner, short, piece, lambda outputs: self.whole(outputs, piece))
+        outputs = check_likeness(self._learner, short, piece, lambda outputs: self.whole(outputs, piece))
+        if mode and targets is not None and outputs is not None:
+            self._check_total(outputs, there.targets, piece.sequence)
 
     def _at_model(self, micro: MicroBatch) -> MicroBatch:
         """Returns the micro-batch on the model's device, in the run's types. The copy of a batch that stays in the

@@ -5,6 +5,8 @@ mean over its positions, attention that is not PyTorch's. No list of modules cov
 results without an error. But every rank of the axis has loaded the whole samples. So before the first step the model
 runs in evaluation mode on a short stretch of them, divided and whole, and the outputs must be the same.
 
+Code that only training runs is tried too, without dropout, unless it draws random numbers of its own.
+
 A weight that begins as zeros, such as an embedding of positions, hides an error in its inputs. So parameters whose
 elements are all equal get random values during the trial.
 """
@@ -12,13 +14,15 @@ elements are all equal get random values during the trial.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from evener.components.sharded_tensor.local import changeable, local
+from evener.components.training_trial import buffers_kept, state_kept, training_without_dropout
+from evener.core.losses import Loss
 from evener.core.types import Tree
 from evener.data.batch import MicroBatch
 from evener.errors import EvenerError, TaskError
@@ -27,11 +31,12 @@ from evener.nn.context import scope
 from evener.nn.sequence_layout import DividedSequence
 from evener.strategies.context.cutting import named_leaves
 from evener.strategies.learner import Learner
-from evener.torch_internals.modules import AnyBatchNorm, own_buffers
+from evener.torch_internals.modules import AnyBatchNorm
 
 _LOOKING_ALONG = (nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d)
 """Modules of torch that most probably look along the sequence."""
 _SEED = 0x5EED
+_WHOLE, _PIECE = "the first positions of the first batch", "a piece of the first sequences"
 _CURES = (
     "Attention by torch.nn.functional.scaled_dot_product_attention, nn.MultiheadAttention or evener.nn.attention is "
     "brought together, and positions are told by evener.nn.positions(length), in place of torch.arange(length) or a "
@@ -41,7 +46,7 @@ _CURES = (
 
 def check_likeness(
     learner: Learner, micro: MicroBatch, piece: MicroBatch, join: Callable[[Tree], Tree]
-) -> None:
+) -> Tree:
     """Compares the model's outputs for a micro-batch and for the pieces of it. All ranks must call this together.
 
     Args:
@@ -49,23 +54,76 @@ def check_likeness(
         piece: This rank's piece of it.
         join: Makes the outputs for whole sequences out of the outputs for all pieces.
 
+    Returns:
+        The outputs for whole sequences in evaluation mode.
+
     Raises:
         TaskError: On all ranks, if the outputs differ on one.
     """
+    model, device = learner.model, learner.session.device
+    trains = [module for module in model.modules() if module.training]
+    with learner.synchronizer.forward(), _undisturbed(model):
+        whole, of_piece = _outputs(learner, micro, _WHOLE), _outputs(learner, piece, _PIECE)
+        _compare(learner, whole, join(of_piece), piece, "evaluation")
+        if trains:
+            before = accelerators.generator_states(device)
+            with training_without_dropout(model, trains):
+                with state_kept(model):
+                    trained = _outputs(learner, micro, _WHOLE)
+                with state_kept(model):
+                    of_piece = _outputs(learner, piece, _PIECE)
+            drew = not all(map(torch.equal, before, accelerators.generator_states(device)))
+            if not any(learner.session.control.gather_objects(drew)):
+                _compare(learner, trained, join(of_piece), piece, "training")
+    return whole
+
+
+def _compare(learner: Learner, whole: Tree, joined: Tree, piece: MicroBatch, mode: str) -> None:
     sequence: DividedSequence = piece.sequence
-    with learner.synchronizer.forward(), _undisturbed(learner.model):
-        whole = _outputs(learner, micro, "the first positions of the first batch")
-        joined = join(_outputs(learner, piece, "a piece of the first sequences"))
     said = learner.session.control.gather_objects(
         _difference(whole, joined, learner.settings.precision.coarsest)
     )
     if wrong := next(filter(None, said), None):
         raise TaskError(
             "strategy 'context': the model does not compute from pieces of sequences what it computes from whole ones "
-            f"({wrong}; tried in evaluation mode on {sequence.length} positions). {_CURES}; "
+            f"({wrong}; tried in {mode} mode on {sequence.length} positions). {_CURES}; "
             f"{_suspects(learner.model)}. If it is only rounding, the option trial=0 leaves the trial out; then prove "
             "it with `evener verify`"
         )
+
+
+def check_total(
+    loss: Loss, whole: tuple[Tree, Tree], pieces: Iterable[tuple[Tree, Tree]], computed: torch.dtype
+) -> None:
+    """Checks that a loss's totals of pieces add up to its total of whole sequences. Pairs are outputs and targets.
+
+    Raises:
+        TaskError: If they do not, or if the loss cannot be computed from a piece.
+    """
+    total = _total(loss, whole, "whole sequences")
+    parts = torch.stack([_total(loss, piece, "a piece of the sequences") for piece in pieces])
+    size = torch.maximum(total.abs(), parts.abs().sum())
+    if total.isfinite() and not alike(torch.stack([size, total]), torch.stack([size, parts.sum()]), computed):
+        raise TaskError(
+            f"strategy 'context': the loss's total of whole sequences is {float(total):g}, and its totals of their "
+            f"pieces {' + '.join(f'{float(part):g}' for part in parts)}, so it looks along the sequence: it shifts "
+            "targets, say, or counts positions, or compares neighbours. Let the data set shift the targets, let the "
+            "model return a term for each position, with evener.nn.positions(length) for their numbers, or use "
+            "strategy 'ddp'"
+        )
+
+
+def _total(loss: Loss, given: tuple[Tree, Tree], what: str) -> Tensor:
+    try:
+        with torch.no_grad():
+            return torch.as_tensor(loss.total(*given)).detach().reshape(())
+    except EvenerError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"strategy 'context': the loss cannot be computed from {what}: {type(error).__name__}: {error}. It must be "
+            "a sum over positions, of whatever positions it is given"
+        ) from error
 
 
 def _outputs(learner: Learner, micro: MicroBatch, what: str) -> Tree:
@@ -93,10 +151,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     modes = [module for module in model.modules() if module.training]
     with ExitStack() as stack:
         stack.enter_context(accelerators.generators_kept(*accelerators.all_of_process()))
-        for buffer in model.buffers():
-            stack.callback(buffer.copy_, buffer.clone())
-        for module in model.modules():
-            stack.callback(own_buffers(module).update, dict(own_buffers(module)))
+        stack.enter_context(buffers_kept(model))
         for name, parameter in model.named_parameters():
             if _hides(local(parameter.detach())):
                 _fill(name, changeable(parameter, stack))
@@ -109,15 +164,18 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def _hides(tensor: Tensor) -> bool:
-    plain = type(tensor) is Tensor and tensor.is_floating_point() and tensor.numel() > 1
+    plain = type(tensor) is Tensor and tensor.is_floating_point() and tensor.numel() > 0
     return plain and bool(tensor.min() == tensor.max())
 
 
 def _fill(name: str, tensor: Tensor) -> None:
-    """Adds random values. They depend on the name alone, so that they are the same on all ranks."""
+    """Adds random values. They depend on the name alone, so that they are the same on all ranks. A single number, such
+    as a gate or a temperature, keeps its sign."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + _SEED)
-    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
-    tensor.add_(noise.to(tensor), alpha=0.3)
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor)
+    if tensor.numel() == 1:
+        noise = torch.copysign(noise.abs() + 0.5, tensor)
+    tensor.add_(noise, alpha=0.3)
 
 
 def _difference(whole: Tree, joined: Tree, computed: torch.dtype) -> str:

@@ -1,0 +1,161 @@
+"""Lets a trial run a model in training mode: with the code that only training runs, and without a trace.
+
+A trial compares two ways to compute the same, so nothing may be drawn at random: dropout does nothing in it. Afterwards
+the model is as before: a forward pass in training may count its calls, keep its inputs, or write to weights that no
+optimizer changes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from evener.torch_internals.dispatch import DispatchMode
+from evener.torch_internals.modules import AnyDropout, own_buffers
+
+_DROPOUTS = {
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_),
+    *(torch.feature_dropout, torch.feature_dropout_),
+    *(torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
+}
+_LIBRARIES = ("torch.", "evener.", "builtins.", "typing.", "abc.")
+_CONTAINERS = (list, dict, set, deque, OrderedDict)
+
+
+@contextmanager
+def training_without_dropout(model: nn.Module, training: Iterable[nn.Module]) -> Iterator[None]:
+    """Puts modules in training mode and the others in evaluation mode, and leaves out dropout, for the block.
+
+    Args:
+        training: Modules of the model that train.
+    """
+    trains, before = set(training), {module: module.training for module in model.modules()}
+    inside: list[Any] = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention | nn.RNNBase)]
+    rates = [(module, module.dropout) for module in inside]
+    try:
+        for module in before:
+            module.training = module in trains and not isinstance(module, AnyDropout)
+        for module, _ in rates:
+            module.dropout = 0.0
+        with _WithoutDropout():
+            yield
+    finally:
+        for module, was in before.items():
+            module.training = was
+        for module, rate in rates:
+            module.dropout = rate
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Returns the input of each call of a dropout function."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else given["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                given = given | {"dropout_p": 0.0}
+        return func(*args, **given)
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Restores the buffers after the block."""
+    held = [(own, dict(own)) for own in map(own_buffers, model.modules())]
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for own, was in held:
+            own.update(was)
+        with torch.no_grad():
+            for buffer, values in before:
+                buffer.copy_(values)
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Restores buffers, parameters, and the attributes of modules whose code is the user's, after the block. Other
+    code, such as a strategy's, may count messages, which must not be forgotten."""
+    attributes = [_Attributes(module) for module in model.modules() if _is_users(module)]
+    saving = _Saving(model.parameters())
+    try:
+        with buffers_kept(model), saving:
+            yield
+    finally:
+        saving.restore()
+        for each in attributes:
+            each.restore()
+
+
+def _is_users(module: nn.Module) -> bool:
+    return any(
+        not f"{cls.__module__}.".startswith(_LIBRARIES) for cls in type(module).__mro__ if cls is not object
+    )
+
+
+class _Attributes:
+    """The attributes of a module, and what its containers hold."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._held = vars(module)
+        self._before = dict(self._held)
+        own = ((key, value) for key, value in self._before.items() if key not in vars(nn.Module()))
+        self._contents = [(value, copy.copy(value)) for _, value in own if type(value) in _CONTAINERS]
+
+    def restore(self) -> None:
+        self._held.clear()
+        self._held.update(self._before)
+        for container, was in self._contents:
+            container.clear()
+            (container.update if hasattr(container, "update") else container.extend)(was)
+
+
+class _Saving(DispatchMode):
+    """Copies a parameter before the first operation that writes to it."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self._parameters = {_address(p): p for p in parameters if type(p) is nn.Parameter and p.numel()}
+        self._saved: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Gives the parameters their values of before. Call it outside of the mode."""
+        for address, value in self._saved.items():
+            self._parameters[address].detach().copy_(value)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) else given.get(argument.name)
+                for tensor in value if isinstance(value, list | tuple) else (value,):
+                    self._save(tensor)
+        return func(*args, **given)
+
+    def _save(self, tensor: Any) -> None:
+        if isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_meta:
+            address = _address(tensor)
+            if address in self._parameters and address not in self._saved:
+                self._saved[address] = self._parameters[address].detach().clone()
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

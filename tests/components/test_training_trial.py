@@ -1,0 +1,82 @@
+"""A model runs in training mode for a trial, without dropout, and is afterwards as before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evener.components.training_trial import state_kept, training_without_dropout
+
+
+class Dropping(nn.Module):
+    """Every way to drop that PyTorch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.frozen = nn.Dropout(0.5), nn.BatchNorm1d(4)
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
+        self.recurrent = nn.GRU(4, 4, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.module(x)
+        x = F.dropout(x, 0.5, self.training) + F.alpha_dropout(input=x, p=0.5, training=self.training)
+        x = x + F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.5)[:, 0]
+        x = x + F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], None, 0.5)[:, 0]
+        x = x + self.attention(x, x, x)[0] + torch.dropout(x, 0.5, True)
+        found: Tensor = self.recurrent(x)[0]
+        return found
+
+
+def test_nothing_is_dropped_and_nothing_drawn() -> None:
+    torch.manual_seed(0)
+    model, x = Dropping(), torch.randn(3, 5, 4)
+    model.frozen.eval()
+    before = torch.get_rng_state()
+    with training_without_dropout(model, [m for m in model.modules() if m.training]):
+        assert model.training
+        assert not model.frozen.training
+        first, second = model(x), model(x)
+    assert torch.equal(first, second)
+    assert torch.equal(before, torch.get_rng_state())
+    assert model.module.training
+    assert model.attention.dropout == model.recurrent.dropout == 0.5
+    assert not torch.equal(model(x), model(x))
+
+
+class Keeping(nn.Module):
+    """Leaves traces of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.inputs, self.named = 0, [1.0], {"a": 1}
+        self.weight, self.frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3), False)
+        self.register_buffer("seen", torch.zeros(3))
+        self.seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.inputs.append(2.0)
+        self.named["b"] = 2
+        self.last = x
+        self.seen = self.seen + 1
+        with torch.no_grad():
+            self.frozen[1:].mul_(2)
+            torch._foreach_add_([self.weight.data], 1.0)
+        return x * self.weight * self.frozen
+
+
+def test_what_a_forward_leaves_behind_is_taken_back() -> None:
+    model = Keeping()
+    held: Any = model.inputs, model.named, model.seen
+    with state_kept(model):
+        model(torch.ones(3))
+        assert model.calls == 1
+    assert (model.calls, held[0], held[1]) == (0, [1.0], {"a": 1})
+    assert model.inputs is held[0]
+    assert model.seen is held[2]
+    assert not hasattr(model, "last")
+    for tensor, value in ((model.weight, 1.0), (model.frozen, 1.0), (model.seen, 0.0)):
+        assert torch.equal(tensor.detach(), torch.full((3,), value))
