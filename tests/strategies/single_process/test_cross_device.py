@@ -123,6 +123,68 @@ class Sliced(nn.Module):
         return self.chain[4](self.chain(first)) + first
 
 
+class Doubling(nn.Module):
+    """Changes its argument in place, and returns it or nothing."""
+
+    def __init__(self, returns: bool = False) -> None:
+        super().__init__()
+        self.scale, self._returns = nn.Parameter(torch.full((1,), 2.0)), returns
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        x.mul_(self.scale)
+        return x if self._returns else None
+
+
+class InPlace(nn.Module):
+    """Relies on what its parts write into their arguments: into a tensor, a view of one, and what a chain is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.relu, self.twice = nn.Linear(4, 4), nn.ReLU(inplace=True), Doubling()
+        self.again, self.chain = Doubling(returns=True), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.encode(x) + 0.1
+        self.twice(hidden[:, 1:2])
+        self.again(hidden).add_(1)
+        added: Tensor = self.chain(hidden.sub_(2)) + hidden
+        self.relu(added)
+        return added
+
+
+class Cached(nn.Module):
+    """Adds to what it is given: a list, a list in a dict, and an entry of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, caches: list[Tensor], more: dict[str, Any]) -> Tensor:
+        x = self.layer(x)
+        caches.append(x)
+        more["lists"].insert(0, x)
+        more["sum"] = more.get("sum", 0) + x
+        more.pop("first", None)
+        return x.tanh()
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Cached() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        caches: list[Tensor] = []
+        lists: list[Tensor] = [x]
+        more: dict[str, Any] = {"lists": lists, "first": x}
+        for each in self.blocks:
+            x = each(x, caches, more)
+        assert len(caches) == len(lists) - 1 == 3
+        assert "first" not in more
+        found: Tensor = x + caches[0] * caches[2] + lists[1] * lists[0] + more["sum"]
+        return found
+
+
 def placed(model: nn.Module, placement: str) -> tuple[Moves, LogicalDevices]:
     places = said_places(model, parse_placement(placement), FIRST)
     part_stateless(model, places)
@@ -144,6 +206,8 @@ CASES: list[tuple[Callable[[], nn.Module], str, int]] = [
     (chain, "2.0=cpu:1,2.2=cpu:1", 4),
     (Sliced, "chain.0=cpu:1,chain.2=cpu:1", 6),
     (Repeated, "encode=cpu:1", 2),
+    (InPlace, "relu=cpu:1,twice=cpu:1,again=cpu:2,chain.0=cpu:1", 8),
+    (Caching, "blocks.1=cpu:1,blocks.2=cpu:1", 14),
 ]
 
 
@@ -166,6 +230,34 @@ def test_what_crosses_a_border_is_moved_and_nothing_else(
     for own, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(own.grad, theirs.grad, rtol=0, atol=0)
     assert forward == moves, dict(counted.count)
+
+
+def test_a_call_that_fails_is_forgotten() -> None:
+    class Failing(Doubling):
+        fails = True
+
+        def forward(self, x: Tensor) -> Tensor | None:
+            if self.fails:
+                raise ValueError("once")
+            return super().forward(x)
+
+    class Trying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Failing()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + 0
+            self.inner(x)
+            return x
+
+    model, x = Trying(), torch.ones(2, 4)
+    _, devices = placed(model, "inner=cpu:1")
+    with devices:
+        with pytest.raises(ValueError, match="once"):
+            model(x)
+        model.inner.fails = False
+        assert torch.equal(model(x), torch.full((2, 4), 2.0))
 
 
 def test_without_borders_the_devices_would_mix() -> None:

@@ -32,6 +32,7 @@ from evener.hardware import async_copy
 from evener.nn.fqn import clean_name
 from evener.strategies.single_process.devices import same
 from evener.strategies.single_process.scatter_gather import leaves
+from evener.strategies.single_process.written_arguments import WrittenArguments, copy_into
 from evener.torch_internals.autograd import version
 
 Places = Mapping[str, torch.device]
@@ -106,6 +107,20 @@ class DeviceMover:
             self._stayed[found] = _Stayed(leaf, here, (version(leaf), version(found)))
         return found
 
+    def write(self, own: Tensor, changed: Tensor, caller: torch.device, device: torch.device) -> None:
+        """Copies a tensor that has changed into the one in whose place it was given to a module. From now on it is
+        replaced by that one if it returns.
+
+        Args:
+            caller: The assumed device of ``own``, as that of a source in :meth:`move`.
+            device: The assumed device of ``changed``.
+        """
+        here, there = self._device_of(own, caller), self._device_of(changed, device)
+        self.moves.count[str(there), str(here)] += 1
+        self.moves.nbytes[str(there), str(here)] += changed.nbytes
+        copy_into(own, async_copy.move_tensor(changed, here))
+        self._stayed[changed] = _Stayed(own, here, (version(own), version(changed)))
+
     def note(self, tree: Any, device: torch.device) -> None:
         """Records ``device`` for the CPU tensors in the tree whose logical device is not recorded yet."""
         for leaf in leaves(tree):
@@ -159,19 +174,37 @@ class Border:
         self, mover: DeviceMover, device: torch.device, caller: torch.device, chains: Sequence[Chain]
     ) -> None:
         self._mover, self._device, self._caller, self._chains = mover, device, caller, chains
+        self._calls: list[WrittenArguments] = []
+        self._has_left = False
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Moves the arguments to the module's device. Returns None if nothing was moved."""
         found, moved = self._mover.move((args, kwargs), self._caller, self._device)
+        self._calls.append(WrittenArguments((args, kwargs), found))
         return found if moved else None
 
     def leave(self, module: nn.Module, args: Any, outputs: Any) -> Any:
-        """Moves the outputs to the caller's device. Returns None if nothing was moved."""
+        """Moves the outputs to the caller's device, and what the module has written into its arguments. Returns None
+        if no output was moved."""
+        self._has_left = True
+        self._calls.pop().tell(self._write, self._to_caller)
         if any(chain.runs for chain in self._chains):
             self._mover.note(outputs, self._device)
             return None
         found, moved = self._mover.move(outputs, self._device, self._caller)
         return found if moved else None
+
+    def end(self, *_: Any) -> None:
+        """Forgets a call that an exception has ended. It is called after every call."""
+        if not self._has_left and self._calls:
+            self._calls.pop()
+        self._has_left = False
+
+    def _write(self, own: Tensor, changed: Tensor) -> None:
+        self._mover.write(own, changed, self._caller, self._device)
+
+    def _to_caller(self, value: Any) -> Any:
+        return self._mover.move(value, self._device, self._caller)[0]
 
 
 def draw_borders(model: nn.Module, places: Places, outside: torch.device) -> Moves:
@@ -203,6 +236,7 @@ def draw_borders(model: nn.Module, places: Places, outside: torch.device) -> Mov
             border = Border(mover, own, caller, through)
             module.register_forward_pre_hook(border.enter, prepend=True, with_kwargs=True)
             module.register_forward_hook(border.leave)
+            module.register_forward_hook(border.end, always_call=True)
     return mover.moves
 
 
