@@ -287,6 +287,81 @@ def whole_weights() -> Task:
     return task(deep, optimizer=lambda p: torch.optim.Adafactor(p))
 
 
+class Before(nn.Module):
+    """Looks at the features before the layer that is divided."""
+
+    def __init__(self, before: Any) -> None:
+        super().__init__()
+        self.before, self.first, self.last = before, nn.Linear(FEATURES, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(torch.tanh(self.first(self.before(x))))
+        return found
+
+
+class InTraining(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True) if self.training else x
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * x.sum(1, keepdim=True)
+
+
+class Normal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.normalize(x)
+
+
+def normal() -> Task:
+    return task(lambda: Before(Normal()))
+
+
+def in_training() -> Task:
+    return task(lambda: Before(InTraining()))
+
+
+def gate_of_zero() -> Task:
+    return task(lambda: Before(Gated()))
+
+
+def batch_norm_before() -> Task:
+    return task(lambda: Before(nn.BatchNorm1d(FEATURES)))
+
+
+def dropout_before() -> Task:
+    return task(lambda: Before(evener.nn.Dropout(0.5)))
+
+
+def columns_together() -> Task:
+    return task(lambda: Before(Normal()), train=ByColumns())
+
+
+def parametrized() -> Task:
+    return task(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(FEATURES, 3)))
+
+
+class Sampled(nn.Module):
+    """Its penalty of what lies between the divided layer and the next is of another number on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.first(x))
+        return found * (1 + torch.distributed.get_rank() / 100)
+
+
+def of_the_rank() -> Task:
+    return task(Sampled)
+
+
 def refused(name: str, **settings: Any) -> tuple[type, str]:
     with pytest.raises(EvenerError) as caught:
         trajectory(name, **settings)
@@ -307,6 +382,24 @@ def refused(name: str, **settings: Any) -> tuple[type, str]:
         ("another_width", {}, EvenerError, r"\(7,\) or \(41, 7\)|has the 5 features of the divided layer"),
         ("tied", {}, TaskError, "encode.weight and decode.weight are one weight"),
         ("two_widths", {}, TaskError, "different numbers of features, {'0': 4, '1': 5}"),
+        ("normal", {}, TaskError, "from all 7 features .outputs differs by .* in evaluation mode"),
+        ("in_training", {}, TaskError, "from all 7 features .outputs differs by .* in training mode"),
+        ("gate_of_zero", {}, TaskError, "from all 7 features"),
+        ("columns_together", {}, TaskError, "from all 7 features"),
+        (
+            "batch_norm_before",
+            {},
+            TaskError,
+            "cannot run where first reads some of the 7 features: RuntimeError",
+        ),
+        ("dropout_before", {}, TaskError, "the dropout before gets some of the features"),
+        ("parametrized", {}, TaskError, "is computed from other parameters"),
+        (
+            "of_the_rank",
+            {},
+            TaskError,
+            "the loss of the first step adds up to .* which computes the same samples",
+        ),
         ("own_parts", {}, ConfigurationError, "'dimension' gives several ranks the same samples"),
         ("plain", {"compress": "bf16"}, ConfigurationError, "no gradients that 'bf16' could compress"),
     ],

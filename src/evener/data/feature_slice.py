@@ -60,6 +60,12 @@ def columns_of(dataset: Any, columns: range, width: int) -> Any:
     return _Stream(dataset, cut) if isinstance(dataset, IterableDataset) else _Columns(dataset, cut)
 
 
+def cut_columns(inputs: Any, columns: range, width: int) -> Any:
+    """Returns the inputs of samples with only ``columns`` of every tensor whose last dimension has ``width``
+    features."""
+    return _Cut(columns.start, columns.stop, width).inputs(inputs)
+
+
 @dataclass(frozen=True)
 class _Cut:
     """Slices the inputs of an item or a batch to the columns ``[start, stop)`` of ``width``."""

@@ -207,6 +207,13 @@ class Strategy(Recipe, ABC):
         """Returns the slicer that selects this rank's pieces of samples, for a strategy that divides samples."""
         return BatchSlicer()
 
+    def try_model(self, learner: Learner) -> None:
+        """Tries whether the model computes the same when divided. Called before the first step, on all ranks together.
+
+        Raises:
+            TaskError: If it does not.
+        """
+
 
 def set_up(
     strategy: Strategy,
@@ -298,6 +305,7 @@ def set_up(
         learner.replays = replays_of(learner, strategy.replays)
         if learner.replays is not None:
             owned.callback(learner.replays.close)
+        strategy.try_model(learner)
         undo.pop_all()
     return learner
 

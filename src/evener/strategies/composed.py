@@ -235,5 +235,9 @@ class Composed(Strategy):
         cutting = self._of("context")
         return BatchSlicer() if cutting is None else cutting.pieces(learner)
 
+    def try_model(self, learner: Learner) -> None:
+        for part in self._parts:
+            part.try_model(learner)
+
     def _of(self, axis: str) -> Strategy | None:
         return next((part for part in self._parts if part.axis == axis), None)

@@ -20,9 +20,12 @@ pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -34,9 +37,11 @@ from evener.core.half_precision import added_in_float32
 from evener.data.feature_slice import columns_of, divide_columns
 from evener.distributed.mesh import Layout, Mesh
 from evener.errors import ConfigurationError, TaskError
+from evener.hardware.async_read import Readout
 from evener.nn.feature_parallel import FeatureParallelLinear, divide_features
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import summing
+from evener.strategies.feature_trial import try_columns
 from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.steppers.plain import Plain
@@ -101,6 +106,12 @@ class FeatureParallel(Strategy):
         piece = next((piece for piece in pieces if piece), None)
         return dataset if piece is None else columns_of(dataset, piece.local_bounds, piece.pieces[-1].stop)
 
+    def try_model(self, learner: Learner) -> None:
+        pieces = (slice_over(parameter, AXIS) for parameter in learner.model.parameters())
+        piece, group = next((piece for piece in pieces if piece), None), learner.mesh.group(AXIS)
+        if piece is not None and group is not None:
+            try_columns(learner, dist.get_process_group_ranks(group), piece.pieces[-1].stop)
+
 
 class ReplicatedGradSync(SynchronizerAround):
     """Gives the ranks of ``axis``, which compute the same samples, bitwise equal gradients of their replicated
@@ -114,6 +125,33 @@ class ReplicatedGradSync(SynchronizerAround):
         super().__init__(inner)
         self._learner, self._axis = learner, axis
         self._group = learner.mesh.group(axis)
+        self._has_passed = False
+
+    def passed(self, totals: Sequence[Readout]) -> None:
+        self._inner.passed(totals)
+        if self._group is not None and not self._has_passed:
+            self._learner.first_step_checks.append(partial(self._check_losses, totals))
+        self._has_passed = True
+
+    def _check_losses(self, totals: Sequence[Readout], gather: Callable[[Any], list[Any]]) -> None:
+        """Raises TaskError on all ranks if the losses of ranks that compute the same samples differ by more than
+        rounding. What is added to the loss from a part of the features may leave all gradients of whole weights
+        alike."""
+        assert self._group is not None
+        own = float(sum(value for total in totals for value in total.values()))
+        rows = gather((own, dist.get_process_group_ranks(self._group)))
+        bound = torch.finfo(self._learner.settings.precision.coarsest).eps ** 0.5
+        for loss, team in rows:
+            other = next(
+                (rank for rank in team if not math.isclose(rows[rank][0], loss, rel_tol=bound)), None
+            )
+            if other is not None and math.isfinite(loss) and math.isfinite(rows[other][0]):
+                raise TaskError(
+                    f"the loss of the first step adds up to {loss:g} on one rank and to {rows[other][0]:g} on rank "
+                    f"{other}, which computes the same samples, so that somewhere a part of the features is taken for "
+                    "all of them: what lies between divided layers, and a module has kept or returned, say, is added "
+                    "to the loss. Leave these layers out of the plan, or use strategy 'ddp'"
+                )
 
     def complete(self) -> tuple[str, ...]:
         missing = self._inner.complete()
@@ -195,6 +233,12 @@ def check_untied(model: nn.Module, divided: Iterable[Tensor]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     for weight in divided:
+        if weight not in names:
+            raise TaskError(
+                "the weight of the layer that would be divided is computed from other parameters (parametrized, "
+                "weight_norm): leave that out, or mark the layers that read the features as "
+                "evener.nn.FeatureParallelLinear"
+            )
         if len(names[weight]) > 1:
             raise TaskError(
                 f"{' and '.join(names[weight])} are one weight, of which each rank would hold a slice; give each "

@@ -318,8 +318,7 @@ class Learner:
         return self.unsound.of_these(found, lambda: gradients.named((self.names[p], p) for p in given)())
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
-        """Runs forward and backward of this rank's part of a step; see :meth:`Stepper.run`. Adds what is the same
-        whichever stepper ran it."""
+        """Runs this rank's part of a step; see :meth:`Stepper.run`. Adds what is the same for all steppers."""
         self.unsound.found.clear()
         self._step, self.left_out = step, False
         follows, early = self.synchronizer.follows, self.settings.update_in_backward
@@ -335,6 +334,7 @@ class Learner:
         except BaseException:
             self._clear_gradients()  # a caller that goes on must not find gradients of the failed step
             raise
+        self.synchronizer.passed(outcome.totals)
         outcome.unsound, outcome.memory = tuple(self.unsound.found), self.watch.end(batch)
         outcome.changes, outcome.has_changed = self.trained.changes, has_changed
         return outcome

@@ -139,6 +139,9 @@ class Lifecycle:
     def free_gathered(self) -> None:
         """Frees whole weights that a forward pass without a backward pass has left, before they are out of date."""
 
+    def passed(self, totals: Sequence[Readout]) -> None:
+        """Called after the passes of a step, with the summed losses of this rank's micro-batches."""
+
     def updated(self, step: int) -> None:
         """Called after the optimizer step. Exchanges what is exchanged every few steps rather than in each step."""
 
@@ -227,6 +230,9 @@ class SynchronizerAround(Synchronizer):
 
     def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
         self._inner.share_buffers(buffers, part)
+
+    def passed(self, totals: Sequence[Readout]) -> None:
+        self._inner.passed(totals)
 
     def updated(self, step: int) -> None:
         self._inner.updated(step)

@@ -62,7 +62,7 @@ def check_likeness(
     """
     model, device = learner.model, learner.session.device
     trains = [module for module in model.modules() if module.training]
-    with learner.synchronizer.forward(), _undisturbed(model):
+    with learner.synchronizer.forward(), undisturbed(model):
         whole, of_piece = _outputs(learner, micro, _WHOLE), _outputs(learner, piece, _PIECE)
         _compare(learner, whole, join(of_piece), piece, "evaluation")
         if trains:
@@ -80,8 +80,9 @@ def check_likeness(
 
 def _compare(learner: Learner, whole: Tree, joined: Tree, piece: MicroBatch, mode: str) -> None:
     sequence: DividedSequence = piece.sequence
+    coarsest = learner.settings.precision.coarsest
     said = learner.session.control.gather_objects(
-        _difference(whole, joined, learner.settings.precision.coarsest)
+        difference(whole, joined, coarsest, "whole sequences", "pieces")
     )
     if wrong := next(filter(None, said), None):
         raise TaskError(
@@ -145,7 +146,7 @@ def _outputs(learner: Learner, micro: MicroBatch, what: str) -> Tree:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Puts the model in evaluation mode, and adds noise to parameters of equal elements, for the block. Restores all of
     it, buffers and random states included."""
     modes = [module for module in model.modules() if module.training]
@@ -178,15 +179,17 @@ def _fill(name: str, tensor: Tensor) -> None:
     tensor.add_(noise, alpha=0.3)
 
 
-def _difference(whole: Tree, joined: Tree, computed: torch.dtype) -> str:
-    """Describes in words how the outputs differ. Returns an empty string if they do not."""
+def difference(whole: Tree, joined: Tree, computed: torch.dtype, of_whole: str, of_pieces: str) -> str:
+    """Describes in words how outputs differ; empty if they do not. The last arguments tell what each was computed
+    from."""
     pairs = zip(named_leaves(whole, "outputs"), named_leaves(joined, "outputs"), strict=False)
     for (name, one), (_, other) in pairs:
         if type(one) is not type(other):
             kinds = type(one).__name__, type(other).__name__
-            return f"{name} is of type {kinds[0]} from whole sequences, {kinds[1]} from pieces"
+            return f"{name} is of type {kinds[0]} from {of_whole}, {kinds[1]} from {of_pieces}"
         if isinstance(one, Tensor) and one.shape != other.shape:
-            return f"{name} is of shape {tuple(one.shape)} from whole sequences, {tuple(other.shape)} from pieces"
+            shapes = tuple(one.shape), tuple(other.shape)
+            return f"{name} is of shape {shapes[0]} from {of_whole}, {shapes[1]} from {of_pieces}"
         if isinstance(one, Tensor) and not alike(one, other, computed):
             return f"{name} differs by {float((one.double() - other.double()).abs().max()):.2g}"
     return ""
