@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -257,3 +258,59 @@ def whole() -> Task:
 def dropping() -> Task:
     """By the common generator, between divided layers and elsewhere."""
     return task_of(lambda: MinGPTBlock(drop=lambda: nn.Dropout(0.3)))
+
+
+class InTraining(MinGPTAttention):
+    """Brings heads together in training alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.size()
+        q, k, v = (
+            part.view(b, t, self.n_head, c // self.n_head).transpose(1, 2)
+            for part in self.c_attn(x).split(self.n_embd, dim=2)
+        )
+        scores = q @ k.transpose(-2, -1)
+        if self.training:
+            scores = scores - scores.mean(1, keepdim=True)
+        y = scores.softmax(-1) @ v
+        found: Tensor = self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
+        return found
+
+
+class InTrainingBlock(MinGPTBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = InTraining()
+
+
+def in_training() -> Task:
+    return task_of(InTrainingBlock)
+
+
+class Penalised(nn.Module):
+    """Keeps the features between its layers, of which the loss has a term."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.Linear(WIDTH, HIDDEN),
+            nn.Linear(HIDDEN, WIDTH),
+        )
+
+    def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = F.gelu(self.up(self.embed(words)))
+        return self.down(hidden), hidden.square().mean()
+
+
+def of_hidden(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    scores, term = outputs
+    return (
+        F.cross_entropy(scores.flatten(0, 1), targets.flatten() % WIDTH, reduction="sum")
+        + term * targets.numel()
+    )
+
+
+def penalised() -> Task:
+    loss = evener.loss(total=of_hidden, count=torch.numel)
+    return dataclasses.replace(task_of(nn.Identity), model=Penalised, loss=loss, evaluate=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from contextlib import redirect_stderr
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.core.config.run_config import RunConfig
 from evener.distributed.environment import Environment
+from evener.errors import EvenerError, TaskError
+from evener.strategies.tensor import TensorParallel
 from evener.strategies.tensor.candidates import LinearCall, changes, guesses
 from evener.tools.verify import Trajectory, record
 from evener.training.engine import Engine
@@ -98,6 +101,24 @@ def test_heads_and_features_that_look_at_each_other_stay_whole(ranks: Any) -> No
     assert divided == {"embed"}
     assert "h.*.attn.c_proj is left whole: " in words
     assert "h.*.mlp.c_proj is left whole: " in words
+
+
+def test_heads_that_look_at_each_other_in_training_alone_stay_whole(ranks: Any) -> None:
+    _, divided, words = exact(ranks, 2, "in_training")[0]
+    assert divided == {"embed", "h.0.mlp.c_fc", "h.0.mlp.c_proj", "h.1.mlp.c_fc", "h.1.mlp.c_proj"}
+    assert "h.*.attn.c_proj is left whole: " in words
+
+
+def refused(name: str, plan: str) -> tuple[type, str]:
+    with pytest.raises(EvenerError) as caught:
+        trained(name, strategy=TensorParallel(plan=plan))
+    return caught.type, str(caught.value)
+
+
+def test_a_loss_of_what_lies_between_divided_layers_is_found(ranks: Any) -> None:
+    for kind, message in ranks(2).run(refused, "penalised", "up=colwise,down=rowwise"):
+        assert issubclass(kind, TaskError)
+        assert re.search("the loss of the first step adds up to .* which computes the same samples", message)
 
 
 def test_ranks_that_drop_by_pytorchs_generator_stay_alike(ranks: Any) -> None:

@@ -52,6 +52,9 @@ class TrialModules(Protocol):
     ) -> Any:
         """Runs a module's forward; modules in ``acting`` are answered by the given functions."""
 
+    def training(self, name: str) -> AbstractContextManager[None]:
+        """Returns a context in which a module is in training mode, without dropout, and keeps its state."""
+
     def filled(self, module: nn.Module) -> AbstractContextManager[None]:
         """Returns a context in which the module's own parameters have numbers."""
 
@@ -94,6 +97,8 @@ class Judge:
         whole: Recorded call of the undivided module.
         numbers: Integer attributes of the module and the modules in it.
         ranks: Number of ranks over which heads are divided.
+        trained: Recorded call in training mode, without dropout. None if it depends on random numbers or cannot be
+            recorded.
     """
 
     def __init__(
@@ -104,8 +109,10 @@ class Judge:
         whole: UndividedCall,
         numbers: Mapping[Place, int],
         ranks: int,
+        trained: UndividedCall | None = None,
     ) -> None:
         self._stage, self._name, self._forward, self._whole = stage, name, forward, whole
+        self._trained = trained
         self._numbers, self._ranks, self._modules = numbers, ranks, stage.modules_in(name)
         self.reasons: dict[str, str] = {}
         """For layers that end no region, the reason, if there was a guess."""
@@ -151,9 +158,17 @@ class Judge:
         return found
 
     def _judged(self, region: TriedRegion) -> TriedRegion:
-        runs = region.guess.runs
-        for own in (range(1), range(1, runs)):
+        parts = range(1), range(1, region.guess.runs)
+        for own in parts:
             region = _RegionPart(self._stage, self._modules, self._forward, self._whole, region, own).judged()
+        if self._trained is not None:
+            layers = {region.guess.row, *(column.name for column in region.guess.columns)}
+            if missing := layers - self._trained.calls.keys():
+                raise _WrongError(f"in training its code does not call {min(missing)} once")
+            for own in parts:
+                part = _RegionPart(self._stage, self._modules, self._forward, self._trained, region, own)
+                with self._stage.training(self._name):
+                    region = part.judged()
         return region
 
     def _with_draws(self, region: TriedRegion) -> TriedRegion:

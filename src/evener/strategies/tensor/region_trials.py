@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evener.components.training_trial import state_kept, training_without_dropout
 from evener.distributed import signals as interrupt
+from evener.hardware import accelerators
 from evener.nn.context import outside
 from evener.nn.dropout import Dropout
 from evener.nn.fqn import clean_name
@@ -220,7 +222,8 @@ class Trials:
         except Exception:
             interrupt.check()
             return
-        judge = Judge(self, name, forward, whole, numbers, self._ranks)
+        trained = self._whole_in_training(name, forward, given)
+        judge = Judge(self, name, forward, whole, numbers, self._ranks, trained)
         for region in judge.regions():
             self._known[form].append((name, region))
             self._take(region)
@@ -308,6 +311,24 @@ class Trials:
         for layer in often:
             whole.calls.pop(layer, None)
         return whole
+
+    def _whole_in_training(self, name: str, forward: Callable[..., Any], given: Any) -> UndividedCall | None:
+        before = accelerators.generator_states(self._device)
+        try:
+            with accelerators.generators_kept(self._device), self.training(name):
+                whole = self._whole(name, forward, given)
+                drew = not all(map(torch.equal, before, accelerators.generator_states(self._device)))
+        except Exception:
+            interrupt.check()
+            return None
+        return None if drew else whole
+
+    @contextmanager
+    def training(self, name: str) -> Iterator[None]:
+        """Puts a module in training mode, without dropout, for the block, and restores its state afterwards."""
+        module = self._modules[name]
+        with state_kept(module), training_without_dropout(module, module.modules()):
+            yield
 
     def is_shared(self, place: Place) -> bool:
         """Returns True if a parameter has several names."""
