@@ -41,6 +41,7 @@ def test_a_rest_of_another_form(place: Path, rest: Any) -> None:
     [
         *(("kept", wrong) for wrong in ("{", "[]", '{"best": 3}', 7, "[" * 100_000, '{"guard": {}}')),
         *(("kept", wrong) for wrong in ('{"best": {"metric": "loss", "lowest": true, "value": "low"}}',)),
+        ("kept", '{"best": {"metric": "loss", "lowest": true, "value": 1.0, "steps": "4"}}'),
         *(("identity", wrong) for wrong in ({}, {"run": "a"}, {"run": "a", "history": [["b"]]}, "a")),
         *(
             ("identity", wrong)

@@ -6,8 +6,18 @@ import json
 import zlib
 from pathlib import Path
 
-from evener.checkpoint.layout import BEST, BEST_VALUE, EVALUATION, foreign_value, names_one, point, wrong_mark
-from evener.checkpoint.run_mark import Identity, mark_in
+from evener.checkpoint.layout import (
+    BEST,
+    BEST_VALUE,
+    EVALUATION,
+    foreign_value,
+    name_of,
+    named,
+    names_one,
+    point,
+    wrong_mark,
+)
+from evener.checkpoint.run_mark import Identity, identity_in, mark_in
 from evener.checkpoint.structure import is_kept
 from evener.errors import CheckpointError
 from evener.files import read_json, replace_text
@@ -49,6 +59,20 @@ def mark_best(directory: Path, name: str, metric: str, value: float) -> None:
     text = json.dumps({"checkpoint": name, "metric": metric, "value": value})
     replace_text(directory / BEST_VALUE, text + "\n")
     point(directory / BEST, name)
+
+
+def recall_best(directory: Path, steps: int, metric: str, value: float, run: Identity) -> None:
+    """Makes ``best`` name the checkpoint that a run remembers as its best, if it names another and that one is there.
+
+    A run that dies when it has saved its best checkpoint, and before the pointer is written, leaves it to the next one.
+
+    Raises:
+        CheckpointError: If :func:`mark_best` raises it.
+    """
+    name = name_of(steps)
+    found = identity_in(directory / name, steps) if named(directory / BEST) != name else None
+    if found is not None and run.includes(found.run, steps):
+        mark_best(directory, name, metric, value)
 
 
 def forget_best(directory: Path) -> None:

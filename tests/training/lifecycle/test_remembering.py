@@ -71,6 +71,24 @@ def test_an_evaluation_that_an_end_came_before_is_made_up_for(tmp_path: Path, ho
     assert best["checkpoint"] == folder.named(tmp_path / "checkpoints" / "best") == "step-00000004"
 
 
+def test_a_best_whose_run_died_when_it_was_saved_stays_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = {"run_dir": tmp_path, "keep_best": "loss", "save_every": "3steps"}
+
+    def die(*_: object) -> None:
+        raise RuntimeError("dies")
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="dies"):
+        patched.setattr(evaluated, "mark_best", die)
+        alone(worse, **usual)
+    place = tmp_path / "checkpoints"
+    assert folder.named(place / "latest") == "step-00000004" and not folder.named(place / "best")
+    alone(worse, **usual, resume=tmp_path)
+    assert folder.named(place / "best") == "step-00000004"
+    assert (place / "step-00000004").is_dir(), "it is kept, too"
+
+
 def test_an_evaluation_is_not_made_twice(tmp_path: Path) -> None:
     heard = Heard()
     alone(run_dir=tmp_path, epochs=2)

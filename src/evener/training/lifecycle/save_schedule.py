@@ -89,8 +89,17 @@ class Saving:
         self._last = time.monotonic()
         if best.metric and engine.task.evaluate is None:
             raise ConfigurationError(f"keep_best {config.keep_best!r}: the task has nothing to evaluate on")
-        if not best.state_dict() and engine.session.rank == 0:  # left by another run, or for another metric
-            evaluated.forget_best(directory)
+        if engine.session.rank == 0:
+            self._point_to_best()
+
+    def _point_to_best(self) -> None:
+        """Removes a pointer to the best checkpoint that another run has left, or one of another metric. Writes one that
+        is missing because the run died after it had saved the best."""
+        best, place = self._best, self._directory
+        if not best.state_dict():
+            evaluated.forget_best(place)
+        elif best.value is not None:
+            evaluated.recall_best(place, best.steps, best.metric, best.value, self._engine.state.identity)
 
     def wish(self) -> float:
         """Returns the request that this rank sends with its next step."""
@@ -228,9 +237,12 @@ class Saving:
         """
         best, steps = self._best, self._engine.steps_done
         if best.metric and not self._is_awaited(best.metric, metrics) and best.is_better(metrics):
-            self.end()
-            best.set(metrics, steps)
-            if self._engine.session.rank == 0:
+            earlier = best.state_dict()
+            best.set(metrics, steps)  # first: the checkpoint holds it, for a run that dies before the pointer is written
+            self._bearing(self.end)
+            if self._saved_at != steps:
+                best.load_state_dict(earlier)
+            elif self._engine.session.rank == 0:
                 evaluated.mark_best(self._directory, folder.name_of(steps), best.metric, metrics[best.metric])
 
     def _is_awaited(self, metric: str, metrics: Mapping[str, float]) -> bool:
@@ -290,6 +302,11 @@ class Best:
         """Records an evaluation as the best."""
         self.value = metrics[self.metric]
         self._state = {**self._measure(), "value": self.value, "steps": steps}
+
+    @property
+    def steps(self) -> int:
+        """Steps done before the best evaluation; -1 if there is none."""
+        return int(self._state.get("steps", -1))
 
     def _measure(self) -> dict[str, Any]:
         return {"metric": self.metric, "lowest": self._lowest}
