@@ -155,6 +155,14 @@ def test_a_link_in_a_run_directory_leads_nowhere(tmp_path: Path) -> None:
     assert not (tmp_path / "link").is_symlink()
 
 
+def test_a_file_is_never_written_through_what_lies_under_its_temporary_name(tmp_path: Path) -> None:
+    mine, target = tmp_path / "mine", tmp_path / "summary.json"
+    mine.write_text("mine")
+    (tmp_path / f".summary.json.{os.getpid()}").symlink_to(mine)
+    write_json(target, 3)
+    assert (mine.read_text(), target.is_symlink(), read_json(target)) == ("mine", False, 3)
+
+
 def test_a_pipe_that_the_user_names_is_written_into_and_stays(tmp_path: Path) -> None:
     """As root, ``--json /dev/null`` put a regular file in the place of the machine's ``/dev/null``."""
     path = tmp_path / "pipe"

@@ -191,8 +191,11 @@ def replacing(path: Path, *, follow: bool = False, sync: bool = False) -> Iterat
     path = _behind_link(path) if follow else path
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.unlink(
+        missing_ok=True
+    )  # of a killed process with this number, or a link that somebody has put there
     try:
-        with partial.open("wb") as file:
+        with partial.open("xb") as file:
             if follow and path.exists():
                 os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             yield file

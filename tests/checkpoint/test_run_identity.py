@@ -132,6 +132,27 @@ def test_copies_of_checkpoints_and_files_within_them_are_the_user_s(tmp_path: Pa
     assert checkpoint.find(place / "backup-step-4").rest["progress"]["steps"] == 4
 
 
+def test_files_of_the_user_s_in_a_checkpoint_stay_though_they_are_named_much_like_evener_s(
+    tmp_path: Path,
+) -> None:
+    alone(tmp_path, 4)
+    mine = {".rest.pt.swp", ".sums.json.bak", "__mine.distcp", "rest.pt.orig"}
+    for name in mine:
+        (tmp_path / "checkpoints" / "step-00000002" / name).write_text("mine")
+    (tmp_path / "checkpoints" / "step-00000002" / ".rest.pt.4711").write_text("of a writer that was killed")
+    alone(tmp_path, 8, resume=tmp_path)
+    assert {path.name for path in (tmp_path / "checkpoints" / "step-00000002").iterdir()} == mine
+
+
+@pytest.mark.parametrize("name", ["latest", "best", "best.json"])
+def test_a_run_with_a_damaged_pointer_is_replaced_when_that_is_asked_for(tmp_path: Path, name: str) -> None:
+    alone(tmp_path, 4, keep_best="accuracy")
+    (tmp_path / "checkpoints" / name).write_text("{")
+    alone(tmp_path, 2, overwrite=True, keep_best="accuracy")
+    assert kept(tmp_path) == [2]
+    assert checkpoint.find(tmp_path / "checkpoints" / "best").rest["progress"]["steps"] == 2
+
+
 def test_a_save_does_not_replace_what_is_not_of_evener(tmp_path: Path) -> None:
     with Engine(tasks.plain(), device="cpu", steps=2) as engine:
         for name in ("step-00000000", ".step-00000000"):

@@ -19,6 +19,7 @@ from evener.checkpoint.layout import (
 )
 from evener.checkpoint.run_mark import Identity, identity_in, mark_in
 from evener.checkpoint.structure import is_kept
+from evener.core.os_errors import os_error_message
 from evener.errors import CheckpointError
 from evener.files import read_json, replace_text
 
@@ -52,13 +53,16 @@ def mark_best(directory: Path, name: str, metric: str, value: float) -> None:
     """Keeps the checkpoint ``name`` until another one is better.
 
     Raises:
-        CheckpointError: If another program's file has the name of the file with the best value.
+        CheckpointError: If it cannot be written down, or another program's file has the name of that with the value.
     """
     for path in foreign_value(directory):
         raise CheckpointError(f"{path} is there and is not of Evener: move it away")
     text = json.dumps({"checkpoint": name, "metric": metric, "value": value})
-    replace_text(directory / BEST_VALUE, text + "\n")
-    point(directory / BEST, name)
+    try:
+        replace_text(directory / BEST_VALUE, text + "\n")
+        point(directory / BEST, name)
+    except OSError as error:
+        raise CheckpointError(f"the best checkpoint cannot be noted: {os_error_message(error)}") from error
 
 
 def recall_best(directory: Path, steps: int, metric: str, value: float, run: Identity) -> None:

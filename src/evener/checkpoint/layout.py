@@ -11,11 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from evener.checkpoint.checksums import NAME, SUMS
 from evener.checkpoint.run_mark import MARK, UNMARKED, Identity, identity_in, lost_mark, mark_in, run_in
 from evener.core.elsewhere import shown
 from evener.core.text import few
 from evener.errors import CheckpointError, ConfigurationError
-from evener.files import read_json, read_text
+from evener.files import read_json, read_text, replacing
 
 FORMAT = 2
 """Format that is written here; any other is refused."""
@@ -327,12 +328,8 @@ def _is_unmarked_partial(path: Path) -> bool:
 
 def point(pointer: Path, name: str) -> None:
     """Makes ``latest`` or ``best`` name a checkpoint, atomically."""
-    partial = pointer.with_name(f".{pointer.name}.{os.getpid()}")
-    with partial.open("w") as file:
-        file.write(name + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(pointer)
+    with replacing(pointer, sync=True) as file:
+        file.write(f"{name}\n".encode())
     _sync(pointer.parent)
 
 
@@ -369,7 +366,8 @@ def is_marked(path: Path) -> bool:
     return match is not None and not path.is_symlink() and identity_in(path, int(match[1])) is not None
 
 
-_OWN_FILES = (REST, "sums.json", EVALUATION, "tensors.json", ".metadata", ".metadata.tmp")
+_OWN_FILE = re.compile(rf"({NAME.pattern}|{re.escape(SUMS)}|\.metadata\.tmp)|\.({NAME.pattern})\.[0-9]+")
+"""Names of the files in a checkpoint that Evener writes, whole or for a moment."""
 
 
 def remove(checkpoint: Path) -> None:
@@ -381,8 +379,8 @@ def remove(checkpoint: Path) -> None:
         gone = checkpoint
         if STEP.fullmatch(checkpoint.name):
             gone = checkpoint.rename(fresh_partial_of(checkpoint))
-        torn = [path for name in (*_OWN_FILES, MARK) for path in gone.glob(f".{name}.*")]
-        for path in (*gone.glob("__*.distcp"), *(gone / name for name in _OWN_FILES), *torn, gone / MARK):
+        own = [path for path in gone.iterdir() if path.name != MARK and _OWN_FILE.fullmatch(path.name)]
+        for path in (*own, gone / MARK):
             path.unlink(missing_ok=True)
         if any(gone.iterdir()):  # the user's own files
             gone.rename(checkpoint)
@@ -391,10 +389,14 @@ def remove(checkpoint: Path) -> None:
 
 
 def clear(directory: Path) -> None:
-    """Removes all checkpoints with Evener's mark, and the pointers to them."""
+    """Removes all checkpoints with Evener's mark, and the pointers to them, also damaged ones."""
+    foreign = (
+        *foreign_pointers(directory),
+        *foreign_value(directory),
+    )  # asked while the checkpoints are there
     for path in directory.glob(f"*{_PREFIX}*"):
         if is_marked(path) or _is_unmarked_partial(path):
             remove(path)
-    for pointer in (LATEST, BEST):
-        if names_one(directory / pointer):
-            (directory / pointer).unlink()
+    for pointer in (directory / name for name in (LATEST, BEST, BEST_VALUE)):
+        if pointer not in foreign and (pointer.is_symlink() or not pointer.is_dir()):
+            pointer.unlink(missing_ok=True)

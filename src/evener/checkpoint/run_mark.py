@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evener.files import read_json
+from evener.files import read_json, replacing
 
 MARK = "evener.json"
 """Name of the mark file."""
@@ -77,12 +77,8 @@ UNMARKED = Identity("")
 
 def write_mark(directory: Path, mark: Mapping[str, Any]) -> None:
     """Marks a directory as Evener's, and syncs the mark to disk. Replaces an existing mark atomically."""
-    partial = directory / f".{MARK}.{os.getpid()}"
-    with partial.open("w") as file:
-        json.dump({"written_by": _AUTHOR, **mark}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(directory / MARK)
+    with replacing(directory / MARK, sync=True) as file:
+        file.write(json.dumps({"written_by": _AUTHOR, **mark}).encode())
 
 
 def mark_in(directory: Path) -> dict[str, Any] | None:

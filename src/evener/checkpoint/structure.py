@@ -97,7 +97,12 @@ _OPTIMIZER: dict[str, Check] = {
     "state": lambda state: _is_dict(state, _is(dict)),
     "groups": lambda groups: _is_list(groups, _is_group),
 }
-_BEST: dict[str, Check] = {"metric": _is(str), "lowest": _is(bool), "value": _is(int, float), "steps": _is_count}
+_BEST: dict[str, Check] = {
+    "metric": _is(str),
+    "lowest": _is(bool),
+    "value": _is(int, float),
+    "steps": _is_count,
+}
 _SAID: dict[str, Check] = {
     "options": lambda groups: _is_list(groups, lambda group: _is_dict(group, _is(str))),
     "scheduler": lambda facts: _is_dict(facts, _is(str)),

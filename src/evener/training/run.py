@@ -15,7 +15,6 @@ from torch import Tensor
 from evener.checkpoint.layout import CHECKPOINTS, CheckpointDirectory, saved_in
 from evener.checkpoint.remote.upload import RemoteRun
 from evener.components.model_init import named_tensors
-from evener.core.attempts import append_attempt, fault_record
 from evener.core.config.run_config import RunConfig
 from evener.core.elsewhere import shown
 from evener.core.observer import Observer
@@ -186,8 +185,8 @@ class Run:
             except (Exception, KeyboardInterrupt) as error:
                 if asked() is not None or isinstance(error, InterruptedRunError | KeyboardInterrupt):
                     summary = self._interrupted()
-                elif self._records is not None and self._config.run_dir and RUN_DIR not in os.environ:
-                    append_attempt(self._config.run_dir, fault_record(error))  # else the launcher writes it
+                elif self._records is not None and RUN_DIR not in os.environ:  # else the launcher writes it
+                    self._records.failed(error)
                 raise
             finally:
                 self._end(summary)

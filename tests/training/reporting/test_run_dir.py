@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -23,6 +24,7 @@ from evener.distributed.launch.scratch_dir import clear, scratch
 from evener.errors import ConfigurationError, DataError, DivergenceError, StorageError, TaskError
 from evener.files import write_json
 from evener.training.fit import fit
+from evener.training.reporting import run_dir as run_dir_module
 from evener.training.reporting.run_dir import Records, RunDirectory, goes_on_in, new_run_dir, refuse_finished
 from tests import tasks
 
@@ -199,9 +201,34 @@ def test_what_a_writer_that_was_killed_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".records.jsonl.4711").write_text("{")
     (tmp_path / ".settings.json.bak").write_text("the user's")
     (tmp_path / ".summary.json.bak").write_text("the user's")
+    place = tmp_path / "checkpoints"
+    place.mkdir()
+    for name in (".latest.4711", ".best.json.4711", ".latest.swp", ".best.old.4711"):
+        (place / name).write_text("step-")
     with RunDirectory(tmp_path):
-        left = [".evener-owner", ".lock", ".settings.json.bak", ".summary.json.bak", "evener.json"]
+        left = [
+            ".evener-owner",
+            ".lock",
+            ".settings.json.bak",
+            ".summary.json.bak",
+            "checkpoints",
+            "evener.json",
+        ]
         assert sorted(path.name for path in tmp_path.iterdir()) == left
+        assert sorted(path.name for path in place.iterdir()) == [".best.old.4711", ".latest.swp"]
+
+
+def test_a_run_that_could_not_begin_may_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_dir_module, "write_mark", full)
+        with pytest.raises(StorageError, match="no run can begin"):
+            fit(tasks.plain, run_dir=tmp_path, resume=Path("auto"), steps=2, **ONE)
+    fit(tasks.plain, run_dir=tmp_path, resume=Path("auto"), steps=2, **ONE)
 
 
 @contextmanager

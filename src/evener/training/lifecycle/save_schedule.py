@@ -238,12 +238,15 @@ class Saving:
         best, steps = self._best, self._engine.steps_done
         if best.metric and not self._is_awaited(best.metric, metrics) and best.is_better(metrics):
             earlier = best.state_dict()
-            best.set(metrics, steps)  # first: the checkpoint holds it, for a run that dies before the pointer is written
+            best.set(
+                metrics, steps
+            )  # first: the checkpoint holds it, for a run that dies before the pointer is written
             self._bearing(self.end)
             if self._saved_at != steps:
                 best.load_state_dict(earlier)
             elif self._engine.session.rank == 0:
-                evaluated.mark_best(self._directory, folder.name_of(steps), best.metric, metrics[best.metric])
+                found = folder.name_of(steps), best.metric, metrics[best.metric]
+                self._bearing(lambda: evaluated.mark_best(self._directory, *found))
 
     def _is_awaited(self, metric: str, metrics: Mapping[str, float]) -> bool:
         """Returns True for a metric of the average of the weights, as long as there is no average."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import sys
 import time
@@ -33,7 +34,10 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from evener.checkpoint.layout import (
+    BEST,
+    BEST_VALUE,
     CHECKPOINTS,
+    LATEST,
     CheckpointDirectory,
     clear,
     refuse_foreign,
@@ -41,7 +45,7 @@ from evener.checkpoint.layout import (
     saved_in,
 )
 from evener.checkpoint.run_mark import MARK, Identity, mark_in, write_mark
-from evener.core.attempts import ATTEMPTS, StartRecord, append_attempt
+from evener.core.attempts import ATTEMPTS, StartRecord, append_attempt, fault_record
 from evener.core.elsewhere import shown
 from evener.core.observer import Observer
 from evener.core.os_errors import FULL, os_error_message, storage_errors
@@ -179,16 +183,23 @@ class RunDirectory:
     def _claim(self) -> None:
         """Checks again, now that the lock keeps other runs out, and writes the owner file."""
         self._check()
-        torn = (
-            [path for name in _WRITTEN for path in self.path.glob(f".{name}.*")] if mark_in(self.path) else []
-        )
-        for path in torn:  # left by a writer that was killed
-            if path.suffix[1:].isdecimal():
-                path.unlink(missing_ok=True)
+        if mark_in(self.path):
+            self._remove_torn()
         with storage_errors(f"{self.path} cannot hold a run"):
             if self._replaces and not self._goes_on:  # another run's, whose openers may have been others
                 (self.path / COUNTS).unlink(missing_ok=True)
             self._tell_owner()
+
+    def _remove_torn(self) -> None:
+        """Removes what a writer has left that was killed."""
+        places = (
+            (self.path, _WRITTEN),
+            (self.path / CHECKPOINTS, (LATEST, BEST, BEST_VALUE)),
+        )
+        for place, names in places:
+            for path in (each for name in names for each in place.glob(f".{name}.*")):
+                if re.fullmatch(r"\.[0-9]+", path.suffix) and path.stem[1:] in names:
+                    path.unlink(missing_ok=True)
 
     def _tell_owner(self) -> None:
         """Replaces the owner file of an earlier run, even if it is a link or a pipe. Another program's file stays."""
@@ -312,6 +323,12 @@ class Records(Observer):
             )
         if summary is not None:
             self._do(lambda: write_json(self._path / _SUMMARY, as_json(summary)))
+
+    def failed(self, error: BaseException) -> None:
+        """Writes down the error that ended the run, if the run has begun: before that, the directory has no mark, and
+        with a file named like a run's it would be refused the next time."""
+        if is_of_this_launch(self._path):
+            append_attempt(self._path, fault_record(error))
 
     def _write(self, record: Any) -> None:
         file = self._file
