@@ -125,7 +125,8 @@ class Session:
     Args:
         device: ``cpu``, ``cuda`` or another kind that torch.accelerator has; by default cuda if there is a GPU, else
             cpu. Each rank takes the GPU of its local rank. ``mixed`` lets each host take its own kind.
-        timeout_seconds: How long a rank waits for others before the run ends with a report on who is missing.
+        timeout_seconds: How long a rank waits for others before the run ends with a report on who is missing. The
+            default gives way to the limit of the launcher, such as that of ``evener run --timeout-seconds``.
         environment: Rank and world size of this process; detected by default. With an environment of one rank the
             session ignores an existing process group.
 
@@ -162,6 +163,9 @@ class Session:
         self._stack = ExitStack()
 
     def __enter__(self) -> Session:
+        launched = current_watchdog()
+        if launched is not None and self.timeout_seconds == TIMEOUT_SECONDS:
+            self.timeout_seconds = launched.timeout_seconds
         with ExitStack() as stack:
             self._enter_threads(stack)
             self.device = self._take_device()

@@ -151,6 +151,17 @@ def test_a_stopped_rank_ends_the_run_and_is_named() -> None:
     assert "is stopped" in late
 
 
+def test_the_limit_of_the_launcher_holds_where_a_session_has_none_of_its_own() -> None:
+    def work() -> list[float]:
+        limits = []
+        for own in ({}, {"timeout_seconds": 45.0}):
+            with Session(device="cpu", **own) as session:
+                limits += [session.timeout_seconds, session.watchdog.timeout_seconds]
+        return limits
+
+    assert call(launch, work, processes=2, device="cpu", timeout_seconds=60) == [[60, 60, 45, 45]] * 2
+
+
 def test_what_cannot_be_sent_or_started_is_refused() -> None:
     lock = threading.Lock()
     with pytest.raises(ConfigurationError, match="lock"):

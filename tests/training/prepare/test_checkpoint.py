@@ -112,6 +112,25 @@ def test_files_that_cannot_be_read_or_written_are_told(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_a_single_bit_that_has_changed_in_a_weight_is_told(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        with with_settings():
+            loop = Loop(True)
+            evener.save(tmp_path / "good.pt", model=loop.model)
+            evener.load(tmp_path / "good.pt", model=loop.model)
+            content = bytearray((tmp_path / "good.pt").read_bytes())
+            weight = next(loop.model.parameters()).detach().numpy().tobytes()
+            content[content.index(weight)] ^= 1
+            (tmp_path / "bad.pt").write_bytes(content)
+            with pytest.raises(
+                DataError, match=r"bad.pt is damaged: its part .*data/\d+ is not what was written"
+            ):
+                evener.load(tmp_path / "bad.pt", model=loop.model)
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
 def test_files_of_another_form_are_told(tmp_path: Path) -> None:
     with with_settings():
         loop = Loop(True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +97,31 @@ def _written(path: Path, states: dict[str, Any], values: dict[str, Any], place: 
     }
     try:
         os.stat(path.parent)  # a missing directory is an error, and not made
-        with replacing(path, follow=True, sync=True) as file:
+        with replacing(path, follow=True, sync=True) as file, _with_checksums():
             torch.save(found, file)
     except (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
+@contextmanager
+def _with_checksums() -> Iterator[None]:
+    """Has PyTorch write the checksum of each part in the block, also if the user has turned that off."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
 def _read(path: Path) -> tuple[dict[str, Any], str]:
-    """Returns the content of the file, and an error message or ""."""
+    """Returns the content of the file, and an error message or "". PyTorch itself does not compare checksums."""
     try:
         with open_regular(path) as file:
+            if zipfile.is_zipfile(file) and (torn := zipfile.ZipFile(file).testzip()):
+                return {}, f"{path} is damaged: its part {printable(torn)} is not what was written"
+            file.seek(0)
             found = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         return {}, f"there is no file {path} on rank 0: write one with evener.save"
