@@ -7,6 +7,7 @@ traceback would not help the user.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -39,9 +40,20 @@ def is_shortage(error: BaseException) -> bool:
 def os_error_message(error: OSError) -> str:
     """Returns the error, the files and a remedy in one line."""
     places = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    if not places and error.errno == errno.ENOENT and _is_nowhere():
+        return "the current directory was removed: change into one that exists, and start again"
     said = f"{error.strerror or error}" + (f": {places}" if places else "")
     cure = _CURES.get(error.errno or 0, "")
     return " ".join((f"{said}; {cure}" if cure else said).split())
+
+
+def _is_nowhere() -> bool:
+    """Returns True if the working directory of this process was removed. Its error names no file."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 @contextmanager
