@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import evener
 from evener.components.loss_trial import Trial, check_loss, try_metrics
@@ -233,3 +235,15 @@ def test_a_metric_is_tried_in_an_evaluation() -> None:
     task = tasks._task(metrics={"own": lambda outputs, targets: evener.Sum(mean(outputs, targets), 1)})
     with evener.Engine(task, batch_size=12) as engine, pytest.warns(UserWarning, match="metric 'own'"):
         engine.evaluate()
+
+
+@pytest.mark.parametrize("total", [mean, in_sum])
+def test_a_loss_with_a_total_is_tried_in_a_prepared_loop(total: Total) -> None:
+    data = DataLoader(TensorDataset(torch.randn(8, 5), torch.arange(8) % 3), 4)
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, data, loss = evener.prepare(model, optimizer, data, evener.loss(total))
+    refusal = pytest.raises(LossError, match="their mean") if total is mean else nullcontext()
+    with refusal:
+        for inputs, targets in data:
+            loss(model(inputs), targets).backward()

@@ -12,10 +12,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from evener.components.loss_trial import LossTrial
 from evener.core.losses import Loss, exact
 from evener.core.losses.torch_losses import is_torch_loss
-from evener.data.batch import map_leaves
+from evener.data.batch import MicroBatch, map_leaves
 from evener.errors import LossError
+from evener.nn.context import current
 from evener.training.prepare.global_loss import (
     AllRanks,
     Parted,
@@ -43,6 +45,7 @@ class OverAll:
     def __init__(self, function: Any, place: LoopState) -> None:
         self.function, self._place = function, place
         self._exact = _exact_or_none(function)
+        self._trial = None if self._exact is None else LossTrial(self._exact)
         self._way = LossKind.SUMS if is_torchs_own(function) else None
         self._is_trusted = self._way is not None
         self._courses: set[int] = set()
@@ -77,6 +80,10 @@ class OverAll:
         return made
 
     def _of_known(self, loss: Loss, outputs: Any, targets: Any) -> Tensor:
+        scope = current()
+        if self._trial is not None and scope is not None and not self._trial.is_done:
+            micro = MicroBatch(None, plain_of(targets), scope.samples, scope.weight)
+            self._trial.run(plain_of(outputs), micro)
         total, count = loss.total(outputs, targets), loss.count(targets)
         sizes = [leaf.numel() for leaf in leaves_of((outputs, targets)) if isinstance(leaf, Tensor)]
         own = sizes if is_torch_loss(self.function) else []
