@@ -87,16 +87,16 @@ def test_lines_that_were_told_are_not_compared_again() -> None:
         printed.compare(checksums, gather, 0)
 
     for printer, number in ((printed, 1), (others, 2)):
-        printer.note("a.py:1", ["loss", number])
-    printed.note("a.py:2", [5])
+        printer.note("a.py", 1, ["loss", number])
+    printed.note("a.py", 2, [5])
     with pytest.warns(UserWarning, match="of rank 0, and those of rank 1 are others: 'loss 1' and 'loss 2'"):
         compared()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for number in (3, 4):
-            printed.note("a.py:1", [number])
-            printed.note("a.py:2", [number])
-            printed.note("a.py:3", [number])
-            others.note("a.py:3", [number])
+            printed.note("a.py", 1, [number])
+            printed.note("a.py", 2, [number])
+            printed.note("a.py", 3, [number])
+            others.note("a.py", 3, [number])
             compared()
     assert len(asked) == 1

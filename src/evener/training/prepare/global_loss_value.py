@@ -29,6 +29,9 @@ _MEAN = (
     "{rank} alone has: for a sum over an epoch multiply by evener.batch_size(), the samples of all ranks"
 )
 
+_TOLD = "__warningregistry__"
+"""The global variable in which Python remembers the warnings of a module."""
+
 
 @dataclass(frozen=True)
 class Confused:
@@ -117,7 +120,9 @@ class GlobalLossValue(Tensor):
         message, rank = _SUM if self.is_sum else _MEAN, self.confused.rank
 
         def tell(found: int) -> None:
-            warnings.warn(message.format(number=found, rank=rank, where=""), stacklevel=8)
+            text = message.format(number=found, rank=rank, where="")
+            place = line.f_code.co_filename, line.f_lineno
+            warnings.warn_explicit(text, UserWarning, *place, registry=line.f_globals.setdefault(_TOLD, {}))
 
         for operation, number in factors_at(line):
             if self.is_sum == (operation == "div"):

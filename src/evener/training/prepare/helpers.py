@@ -6,7 +6,6 @@ import builtins
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -54,17 +53,17 @@ def print(*values: Any, **options: Any) -> None:  # prints once, not once per ra
     """
     place = place_or_none()
     if place is not None and place.world_size > 1:
-        place.printed.note(_line_of_caller(), values)
+        place.printed.note(*_line_of_caller(), values)
     if is_main():
         with tqdm.external_write_mode(options.get("file")):
             builtins.print(*values, **options)
 
 
-def _line_of_caller() -> str:
+def _line_of_caller() -> tuple[str, int]:
     frame = inspect.currentframe()
     for _ in range(2):
         frame = frame and frame.f_back
-    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def barrier() -> None:

@@ -14,6 +14,7 @@ import re
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -55,9 +56,12 @@ class PrintedTexts:
     def __init__(self) -> None:
         self._texts: list[Text] = []
         self._settled: set[str] = set()
+        self._places: dict[str, tuple[str, int]] = {}
 
-    def note(self, where: str, values: Sequence[Any]) -> None:
-        """Remembers what the loop prints at a line."""
+    def note(self, file: str, number: int, values: Sequence[Any]) -> None:
+        """Remembers what the loop prints at a line of a file."""
+        where = f"{Path(file).name}:{number}"
+        self._places[where] = file, number
         if where not in self._settled and len(self._texts) < _MOST:
             text = " ".join(filter(None, map(_shown, values)))[:_LONGEST]
             if numbers_of(text):
@@ -92,7 +96,8 @@ class PrintedTexts:
             if other is not None:
                 self._settled.add(where)
                 if rank == 0:
-                    warnings.warn(_DIFFERENT.format(where=where, **other), stacklevel=2)
+                    message = _DIFFERENT.format(where=where, **other)
+                    warnings.warn_explicit(message, UserWarning, *self._places[where])
 
 
 def numbers_of(text: str) -> list[str]:
