@@ -129,6 +129,30 @@ def own_batches(is_prepared: bool) -> Weights:
     return dict(model.state_dict())
 
 
+def rows_of_words(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The sum over the words of each sentence."""
+    return F.cross_entropy(outputs.transpose(1, 2), targets, ignore_index=-100, reduction="none").sum(1)
+
+
+def by_sentences(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A mean of means, whose parts are no parts of its sums."""
+    return (rows_of_words(outputs, targets) / (targets != -100).sum(1).clamp(min=1)).mean()
+
+
+def by_sentence_sums(outputs: Tensor, targets: Tensor) -> Tensor:
+    return rows_of_words(outputs, targets).mean()
+
+
+def by_batch(outputs: Tensor, targets: Tensor) -> Tensor:
+    return rows_of_words(outputs, targets).sum() / len(outputs)
+
+
+def by_words(outputs: Tensor, targets: Tensor) -> Tensor:
+    each = F.cross_entropy(outputs.transpose(1, 2), targets, ignore_index=-100, reduction="none")
+    mask = targets != -100
+    return (each * mask).sum() / mask.sum()
+
+
 def test_batches_that_the_loop_makes_are_divided_too(ranks: Any) -> None:
     expected = own_batches(False)
     for found in ranks(2).run(prepared, own_batches, strategy="context"):
@@ -138,11 +162,16 @@ def test_batches_that_the_loop_makes_are_divided_too(ranks: Any) -> None:
 def refused(_: bool, what: str) -> str:
     torch.manual_seed(3)
     made: Any = Words(numbers_itself=what == "numbers").double()
-    contrast = lambda a, b: torch.cdist(a.mean(1), a.mean(1)).max()  # noqa: E731
+    losses = {
+        "a loss of samples": lambda a, b: torch.cdist(a.mean(1), a.mean(1)).max(),
+        "means of sentences": by_sentences,
+        "sums of sentences": by_sentence_sums,
+        "sums over the batch": by_batch,
+        "rows": rows_of_words,
+        "words": by_words,
+    }
     try:
-        model, loader, loss = evener.prepare(
-            made, DataLoader(data(8), 6), contrast if what == "a loss of samples" else flat
-        )
+        model, loader, loss = evener.prepare(made, DataLoader(data(8), 6), losses.get(what, flat))
         for x, y in loader:
             outputs = model(x)
             if what == "shifts":
@@ -151,7 +180,7 @@ def refused(_: bool, what: str) -> str:
                 evener.draw(torch.randn, 8)
             if what == "a mean":
                 evener.global_mean(flat(outputs, y))
-            loss(outputs, y).backward()
+            loss(outputs, y).sum().backward()
     except EvenerError as error:
         return str(error)
     return "nothing"
@@ -165,6 +194,11 @@ def refused(_: bool, what: str) -> str:
         ("draws", "evener.draw draws for whole samples"),
         ("a mean", "weighs by samples unless it is given the count"),
         ("a loss of samples", "is no sum or mean over positions"),
+        ("means of sentences", "by_sentences is no sum or mean over positions"),
+        ("sums of sentences", "by_sentence_sums is no sum or mean over positions"),
+        ("sums over the batch", "by_batch is no sum or mean over positions"),
+        ("rows", "rows_of_words "),
+        ("words", "^nothing$"),
     ],
 )
 def test_what_would_be_wrong_at_edges_is_refused(ranks: Any, what: str, words: str) -> None:

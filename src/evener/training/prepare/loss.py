@@ -27,9 +27,9 @@ from evener.training.prepare.global_loss import (
 )
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.loss_arguments import rows_in
-from evener.training.prepare.loss_kind import LossKind, way_of, way_of_all
+from evener.training.prepare.loss_kind import LossKind, way_of, way_of_all, way_over_positions
 from evener.training.prepare.loss_of_rows import OfRows, first_number, name_of
-from evener.training.prepare.positions import check_positions
+from evener.training.prepare.positions import check_positions, refuse_divided
 from evener.training.prepare.sample_tensor import WITH_REDUCTION, NotSums, Own, leaves_of, own_of, plain_of
 from evener.training.prepare.zero_loss import silent_if_zero
 
@@ -96,7 +96,9 @@ class OverAll:
         if self._way is None:
             told = self._of_rows.told((args, kwargs))
             tries = [ways.wrapped((args, kwargs)) for ways in told.ways]
-            way = agreed(self._place, way_of_all(self.function, tries))
+            sequence = self._place.current_batch("").micro.sequence
+            own = way_of_all(self.function, tries) if sequence is None else self._way_of(tries[0])
+            way = agreed(self._place, own)
             if way is LossKind.UNKNOWN:
                 return self._of_rows((args, kwargs), told)
             self._way = way
@@ -122,11 +124,14 @@ class OverAll:
         is_new = course not in self._courses
         if stays and is_new:
             tried = self._of_rows.arguments.remembered((args, kwargs)).wrapped((args, kwargs))
-            stays = way_of(self.function, *tried) is way
+            stays = self._way_of(tried) is way
             self._courses |= {course} if stays else set()
         rows, number = rows_in((args, kwargs)) if way is LossKind.PER_ROW else 0, first_number(made)
         if way is LossKind.PER_ROW:
             stays &= self._are_samples(rows)
+        if number is None:
+            current_batch = self._place.current_batch("")
+            refuse_divided(f"{name_of(self.function)} returns a row for each sample", current_batch)
         try:
             over = over_of_all(self._place, stays, number, rows, is_new)
         except Parted:
@@ -134,6 +139,14 @@ class OverAll:
         if way is not LossKind.SUMS:
             return plain_of(made) * (rows / over)
         return _unmarked(made) if number is not None else own_of(plain_of(made), AllRanks(self._place), True)
+
+    def _way_of(self, tried: Any) -> LossKind:
+        """Returns the kind that the function is, with these arguments."""
+        micro = self._place.current_batch("").micro
+        if micro.sequence is None:
+            return way_of(self.function, *tried)
+        args, kwargs = tried
+        return way_over_positions(self.function, args, kwargs, len(micro.samples), micro.sequence.size)
 
     def _are_samples(self, rows: int) -> bool:
         """Returns True if rows are samples, or there are equally many rows for each sample."""

@@ -68,6 +68,51 @@ def way_of_all(function: Callable[..., Any], given: Sequence[Any]) -> LossKind:
     return max([first, *(way for way in others if way is not LossKind.UNKNOWN)])
 
 
+def way_over_positions(
+    function: Callable[..., Any], args: Any, kwargs: Any, samples: int, size: int
+) -> LossKind:
+    """Returns the kind of a function of pieces of sequences: SUMS, or WHOLE if pieces cannot be added up.
+
+    A mean over sentences of their means, for example, is made of sums over samples, but not of sums over positions. So
+    positions are tried in the place of the rows.
+
+    Args:
+        samples: The number of sequences.
+        size: The number of positions of this rank's piece of each.
+    """
+    way = way_of(function, args, kwargs)
+    given = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+    if way is not LossKind.SUMS or not any(_places_of(leaf, samples, size) for leaf in given):
+        return way if way in (LossKind.SUMS, LossKind.UNKNOWN) else LossKind.WHOLE
+    found: list[int] = []
+
+    def turned(leaf: Any) -> Any:
+        found.append(_places_of(leaf, samples, size))
+        return leaf.movedim(found[-1], 0) if found[-1] else leaf
+
+    turned_args = map_leaves(turned, (args, kwargs))
+
+    def of_positions(*args: Any, **kwargs: Any) -> Any:
+        dims = iter(found)
+
+        def back(leaf: Any) -> Any:
+            dim = next(dims)
+            return leaf.movedim(0, dim) if dim else leaf
+
+        args, kwargs = map_leaves(back, (args, kwargs))
+        return function(*args, **kwargs)
+
+    tried = way_of(of_positions, *turned_args)
+    return LossKind.SUMS if tried is LossKind.SUMS else LossKind.WHOLE
+
+
+def _places_of(leaf: Any, samples: int, size: int) -> int:
+    """Returns the dimension of positions in a tensor with the samples first; 0 if it has none."""
+    if not isinstance(leaf, Tensor) or leaf.dim() < 2 or leaf.shape[0] != samples:
+        return 0
+    return next((dim for dim in (1, leaf.dim() - 1) if leaf.shape[dim] == size), 0)
+
+
 def _found(function: Callable[..., Any], given: Any, ask: Callable[[_Try], T]) -> Iterator[list[T]]:
     """Yields answers, from the most telling values on. An answer is empty if the function failed on the values."""
     cards = [leaf.device for leaf in leaves_of(unwrapped(given)) if isinstance(leaf, Tensor) and leaf.is_cuda]
