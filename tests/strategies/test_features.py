@@ -398,7 +398,7 @@ def refused(name: str, **settings: Any) -> tuple[type, str]:
             "of_the_rank",
             {},
             TaskError,
-            "the loss of the first step adds up to .* which computes the same samples",
+            "the losses of the first step add up to between .* that compute the same samples",
         ),
         ("own_parts", {}, ConfigurationError, "'dimension' gives several ranks the same samples"),
         ("plain", {"compress": "bf16"}, ConfigurationError, "no gradients that 'bf16' could compress"),

@@ -20,9 +20,7 @@ pass.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -37,7 +35,8 @@ from evener.core.half_precision import added_in_float32
 from evener.data.feature_slice import columns_of, divide_columns
 from evener.distributed.mesh import Layout, Mesh
 from evener.errors import ConfigurationError, TaskError
-from evener.hardware.async_read import Readout
+from evener.hardware.async_read import Readout, ReadyValue, is_late, read
+from evener.nn.collectives_no_grad import largest
 from evener.nn.feature_parallel import FeatureParallelLinear, divide_features
 from evener.strategies.base import Strategy
 from evener.strategies.ddp import summing
@@ -49,6 +48,8 @@ from evener.strategies.sync_batch_norm import normalize_together
 from evener.strategies.synchronizer import Synchronizer, SynchronizerAround
 
 T = TypeVar("T", bound=Tensor)
+
+_ALIKE = ReadyValue(torch.ones(3))
 
 AXIS = "tensor"
 """The mesh axis over which features are divided."""
@@ -126,32 +127,35 @@ class ReplicatedGradSync(SynchronizerAround):
         self._learner, self._axis = learner, axis
         self._group = learner.mesh.group(axis)
         self._has_passed = False
+        self._losses: Readout = _ALIKE
 
     def passed(self, totals: Sequence[Readout]) -> None:
+        """In the first step, compares the losses of ranks that compute the same samples. What is added to the loss from
+        a part of the features may leave all gradients of whole weights alike. On a GPU the result is known a step
+        later."""
         self._inner.passed(totals)
-        if self._group is not None and not self._has_passed:
-            self._learner.first_step_checks.append(partial(self._check_losses, totals))
-        self._has_passed = True
-
-    def _check_losses(self, totals: Sequence[Readout], gather: Callable[[Any], list[Any]]) -> None:
-        """Raises TaskError on all ranks if the losses of ranks that compute the same samples differ by more than
-        rounding. What is added to the loss from a part of the features may leave all gradients of whole weights
-        alike."""
-        assert self._group is not None
-        own = float(sum(value for total in totals for value in total.values()))
-        rows = gather((own, dist.get_process_group_ranks(self._group)))
+        self._judge_losses()
+        if self._group is None or self._has_passed:
+            return
+        self._has_passed, device = True, self._learner.session.device
+        own = sum((total.tensor.double().sum() for total in totals), torch.zeros((), dtype=torch.float64))
+        most, least = largest(torch.stack([own, -own]).to(device), self._group).unbind()
+        least = -least
         bound = torch.finfo(self._learner.settings.precision.coarsest).eps ** 0.5
-        for loss, team in rows:
-            other = next(
-                (rank for rank in team if not math.isclose(rows[rank][0], loss, rel_tol=bound)), None
+        alike = ~(most - least > bound * torch.maximum(most.abs(), least.abs()))
+        self._losses = read(torch.stack([alike.double(), most, least]))
+        if not is_late(device):
+            self._judge_losses()
+
+    def _judge_losses(self) -> None:
+        (alike, most, least), self._losses = self._losses.values(), _ALIKE
+        if not alike:
+            raise TaskError(
+                f"the losses of the first step add up to between {least:g} and {most:g} on ranks that compute the same "
+                "samples, so that somewhere a part of the features is taken for all of them: what lies between divided "
+                "layers, and a module has kept or returned, say, is added to the loss. Leave these layers out of the "
+                "plan, or use strategy 'ddp'"
             )
-            if other is not None and math.isfinite(loss) and math.isfinite(rows[other][0]):
-                raise TaskError(
-                    f"the loss of the first step adds up to {loss:g} on one rank and to {rows[other][0]:g} on rank "
-                    f"{other}, which computes the same samples, so that somewhere a part of the features is taken for "
-                    "all of them: what lies between divided layers, and a module has kept or returned, say, is added "
-                    "to the loss. Leave these layers out of the plan, or use strategy 'ddp'"
-                )
 
     def complete(self) -> tuple[str, ...]:
         missing = self._inner.complete()

@@ -222,6 +222,7 @@ ODD = TensorParallel("auto,inner=sequence,inner.up=colwise,inner.down=rowwise,in
     ("name", "strategy", "words"),
     [
         ("averages", ODD, "inner is sequence, and does not compute from some of the positions what"),
+        ("averages_in_training", ODD, "inner is sequence, and does not compute .* .tried in training mode."),
         ("counts", ODD, "inner.place, in inner, has a tensor of shape .* where dimension 1 must be"),
         ("adds_all", ODD, "inner is sequence, and cannot compute some of the positions: RuntimeError"),
         ("norms_all", ODD, r"inner.norm, in inner, has a tensor of shape \(8, 3, 10\) where dimension 1 must be the 7"),

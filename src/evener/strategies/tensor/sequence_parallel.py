@@ -1,8 +1,8 @@
 """Makes sequence-parallel streams in a divided model, as :mod:`evener.strategies.tensor.sequence_streams` finds them.
 
 Modules do not show whether the user's functions look at other positions. So before a stream first divides its input, it
-computes it in evaluation mode, whole and in pieces; the results must be equal. On a GPU the comparison is read at the
-next call.
+computes it whole and in pieces, in evaluation mode and, without dropout, in training mode; the results must be equal.
+On a GPU the comparison is read at the next call.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from evener.components.sharded_tensor.local import changeable
+from evener.components.training_trial import state_kept
 from evener.errors import EvenerError, TaskError
 from evener.hardware import accelerators
 from evener.hardware.async_read import Readout, ReadyValue, is_late, read
@@ -154,9 +155,12 @@ class SequenceCheck:
         if not self._tried:
             self._tried = True
             with torch.no_grad(), _undisturbed(self._modules):
-                apart = _apart(stream, compute, args, kwargs)
-                draws = self._draws(stream, compute, args, kwargs)
-            self._apart = read(apart)
+                apart = self._compared(stream, compute, args, kwargs)
+                before = _generators(args[0].device)
+                self._train()
+                apart_in_training = self._compared(stream, compute, args, kwargs)
+                draws = not all(map(torch.equal, before, _generators(args[0].device)))
+            self._apart = read(apart + 2 * apart_in_training)
             if draws:
                 raise TaskError(
                     f"plan: {stream.name} is sequence, and in training a function in its forward draws random numbers, "
@@ -167,49 +171,52 @@ class SequenceCheck:
                 return
         apart_before, self._apart = self._apart.value(), ReadyValue(0.0)
         if apart_before:
+            mode = "training" if apart_before == 2 else "evaluation"
             raise TaskError(
                 f"plan: {stream.name} is sequence, and does not compute from some of the positions what it computes "
-                "from all of them (tried in evaluation mode): somewhere in its forward a function looks along the "
+                f"from all of them (tried in {mode} mode): somewhere in its forward a function looks along the "
                 "positions, or counts them. Bring that into a divided layer, give it a module that the plan has as "
                 f"whole, or leave {stream.name} out of the plan"
             )
 
-    def _draws(
-        self, stream: SequenceStream, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Returns True if, in training, the common random generator is used outside of dropout modules and
-        attention."""
+    def _train(self) -> None:
+        """Sets the mode of training, but not for dropout modules and attention, and what has all positions."""
         inner = [each for module in self._modules for each in module.modules()]
         whole = [each for each in inner if isinstance(vars(each).get("forward"), MadeWhole)]
         idle = {inside for each in whole for inside in each.modules()}
         for each in inner:
             each.training = each not in idle and not isinstance(each, (AnyDropout, DividedAttention))
-        before = _generators(args[0].device)
-        with stream.whole(args[0].shape[stream.dim]):
-            compute(*args, **kwargs)
-        return not all(map(torch.equal, before, _generators(args[0].device)))
+
+    def _compared(
+        self, stream: SequenceStream, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Returns 1 if pieces and whole differ on any rank by more than rounding, else 0."""
+        with self._kept(), stream.whole(args[0].shape[stream.dim]):
+            whole = compute(*args, **kwargs)
+        try:
+            with self._kept():
+                pieces = stream.in_pieces(compute, *args, **kwargs)
+        except EvenerError:
+            raise
+        except Exception as error:
+            raise TaskError(
+                f"plan: {stream.name} is sequence, and cannot compute some of the positions: {type(error).__name__}: "
+                f"{error}. Leave it out of the plan"
+            ) from error
+        bound = torch.finfo(whole.dtype).eps ** 0.5 * whole.norm()
+        return largest(((whole - pieces).norm() > bound).float(), stream.group)
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for module in self._modules:
+                stack.enter_context(state_kept(module))
+            yield
 
 
 def _generators(device: torch.device) -> list[Tensor]:
     """Returns the states of the generators that all modules draw from. Those of a GPU are on the host, too."""
     return accelerators.generator_states(device)
-
-
-def _apart(stream: SequenceStream, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Returns 1 if pieces and whole differ on any rank by more than rounding, else 0."""
-    with stream.whole(args[0].shape[stream.dim]):
-        whole = compute(*args, **kwargs)
-    try:
-        pieces = stream.in_pieces(compute, *args, **kwargs)
-    except EvenerError:
-        raise
-    except Exception as error:
-        raise TaskError(
-            f"plan: {stream.name} is sequence, and cannot compute some of the positions: {type(error).__name__}: "
-            f"{error}. Leave it out of the plan"
-        ) from error
-    bound = torch.finfo(whole.dtype).eps ** 0.5 * whole.norm()
-    return largest(((whole - pieces).norm() > bound).float(), stream.group)
 
 
 @contextmanager
@@ -231,7 +238,7 @@ def _undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def _vary(parameter: nn.Parameter, stack: ExitStack) -> None:
     """Varies the elements of a parameter if all are equal, without waiting for the device; ``stack`` restores them."""
-    if parameter.is_floating_point() and parameter.numel() > 1:
+    if parameter.is_floating_point() and parameter.numel() > 0:
         numbers = changeable(parameter, stack)
-        waves = torch.arange(numbers.numel(), device=numbers.device).sin().view_as(numbers)
+        waves = torch.arange(1, numbers.numel() + 1, device=numbers.device).sin().view_as(numbers)
         numbers.add_(0.3 * waves * (numbers.min() == numbers.max()))
