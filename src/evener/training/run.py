@@ -185,6 +185,8 @@ class Run:
             except (Exception, KeyboardInterrupt) as error:
                 if asked() is not None or isinstance(error, InterruptedRunError | KeyboardInterrupt):
                     summary = self._interrupted()
+                    self._end(summary)
+                    self._let_go()  # the error keeps the batches; killed workers leave their temporary files
                 elif self._records is not None and RUN_DIR not in os.environ:  # else the launcher writes it
                     self._records.failed(error)
                 raise

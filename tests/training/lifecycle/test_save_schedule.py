@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pickle
 import signal
@@ -467,6 +468,13 @@ def test_a_run_that_is_asked_to_stop_saves_where_it_stands(tmp_path: Path, numbe
     rest = alone(tasks.penalty, run_dir=tmp_path, resume=tmp_path)
     assert rest.summary.weights_digest == whole.summary.weights_digest
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_the_workers_of_an_interrupted_run_end_with_it(tmp_path: Path) -> None:
+    with pytest.raises(InterruptedRunError) as held:
+        alone(run_dir=tmp_path, observers=[Signals(0, signal.SIGTERM)], workers=1, epochs=50)
+    assert held.value.__traceback__ is not None, "which keeps what the run had"
+    assert multiprocessing.active_children() == []
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
