@@ -38,7 +38,7 @@ from evener.checkpoint.tensor_index import INDEX, PICKLE, IndexWriter
 from evener.components.sharded_tensor.shard_spec import ShardSpec
 from evener.components.state_dict import OF_REPLICAS, HeldState
 from evener.core import elsewhere
-from evener.core.os_errors import os_error_message
+from evener.core.os_errors import os_error_behind, os_error_message
 from evener.core.text import said
 from evener.distributed.hosts import all_gather, connected, destroy
 from evener.distributed.mesh import AXES, Mesh
@@ -101,11 +101,8 @@ class Writers:
 
 def _reason(error: BaseException, place: Path, rank: int) -> str:
     """Returns why writing failed. PyTorch's writer hides the operating system's error, so it is provoked once more."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    cause = cause or _shortage(place, rank)
-    return os_error_message(cause) if isinstance(cause, OSError) else said(error)
+    cause = os_error_behind(error) or _shortage(place, rank)
+    return said(error) if cause is None else os_error_message(cause)
 
 
 def _shortage(place: Path, rank: int) -> OSError | None:

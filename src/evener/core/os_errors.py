@@ -37,6 +37,15 @@ def is_shortage(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
+def os_error_behind(error: BaseException) -> OSError | None:
+    """Returns the operating system's error that led to this one, which hides it, or None. PyTorch's writer of files
+    fails once more when it closes a file on a full disk."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
+
+
 def os_error_message(error: OSError) -> str:
     """Returns the error, the files and a remedy in one line."""
     places = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)

@@ -15,6 +15,7 @@ import evener
 from evener.errors import CheckpointError, ConfigurationError, DataError
 from tests.tiers import ALWAYS, NIGHTLY, spread
 from tests.training.prepare.running import Loop, Weights, prepared, rows, with_settings
+from tests.training.reporting.test_run_dir import room
 
 
 def halves(path: str, stop: int | None, resume: bool) -> tuple[Weights, list[float]]:
@@ -129,6 +130,20 @@ def test_a_single_bit_that_has_changed_in_a_weight_is_told(tmp_path: Path) -> No
                 evener.load(tmp_path / "bad.pt", model=loop.model)
     finally:
         torch.serialization.set_crc32_options(True)
+
+
+def test_a_full_disk_is_told_as_such_and_the_earlier_file_stays(tmp_path: Path) -> None:
+    with with_settings():
+        loop = Loop(True)
+        evener.save(tmp_path / "good.pt", model=loop.model)
+        before = (tmp_path / "good.pt").read_bytes()
+        for nbytes in (0, 4096, len(before) - 1):
+            with (
+                room(nbytes),
+                pytest.raises(CheckpointError, match=r"on rank 0: File too large.*raise the limit"),
+            ):
+                evener.save(tmp_path / "good.pt", model=loop.model)
+        assert (tmp_path / "good.pt").read_bytes() == before
 
 
 def test_files_of_another_form_are_told(tmp_path: Path) -> None:

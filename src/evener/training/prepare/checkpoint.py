@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from evener.core.os_errors import os_error_behind, os_error_message
 from evener.core.text import few, printable, said
 from evener.errors import CheckpointError, ConfigurationError, DataError
 from evener.files import open_regular, replacing
@@ -100,7 +101,8 @@ def _written(path: Path, states: dict[str, Any], values: dict[str, Any], place: 
         with replacing(path, follow=True, sync=True) as file, _with_checksums():
             torch.save(found, file)
     except (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
+        cause = os_error_behind(error)
+        return f"{type(error).__name__}: {error}" if cause is None else os_error_message(cause)
     return ""
 
 
