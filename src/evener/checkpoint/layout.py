@@ -161,7 +161,7 @@ def complete(directory: Path) -> list[Path]:
 
 
 def _run_of(directory: Path) -> Identity | None:
-    """Returns the run in the run directory of a directory of checkpoints, or None if that has no mark."""
+    """Returns the run in the run directory of a directory of checkpoints; None if it has no mark."""
     return run_in(directory.parent) if directory.name == CHECKPOINTS else None
 
 
@@ -371,16 +371,14 @@ _OWN_FILE = re.compile(rf"({NAME.pattern}|{re.escape(SUMS)}|\.metadata\.tmp)|\.(
 
 
 def remove(checkpoint: Path) -> None:
-    """Removes a checkpoint with Evener's mark: its own files, and the directory if nothing else is in it.
-
-    The mark is removed last, so that the next removal completes an interrupted one.
-    """
+    """Removes a marked checkpoint: Evener's files, and the directory if nothing else is in it. The mark goes last, so
+    that the next removal completes an interrupted one."""
     with suppress(OSError):
         gone = checkpoint
         if STEP.fullmatch(checkpoint.name):
             gone = checkpoint.rename(fresh_partial_of(checkpoint))
-        own = [path for path in gone.iterdir() if path.name != MARK and _OWN_FILE.fullmatch(path.name)]
-        for path in (*own, gone / MARK):
+        own = [path for path in gone.iterdir() if _OWN_FILE.fullmatch(path.name)]
+        for path in sorted(own, key=lambda path: path.name == MARK):
             path.unlink(missing_ok=True)
         if any(gone.iterdir()):  # the user's own files
             gone.rename(checkpoint)
@@ -397,6 +395,6 @@ def clear(directory: Path) -> None:
     for path in directory.glob(f"*{_PREFIX}*"):
         if is_marked(path) or _is_unmarked_partial(path):
             remove(path)
-    for pointer in (directory / name for name in (LATEST, BEST, BEST_VALUE)):
+    for pointer in (directory / LATEST, directory / BEST, directory / BEST_VALUE):
         if pointer not in foreign and (pointer.is_symlink() or not pointer.is_dir()):
             pointer.unlink(missing_ok=True)
