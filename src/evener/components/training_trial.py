@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from evener.torch_internals.dispatch import DispatchMode
+from evener.torch_internals.dispatch import DispatchMode, written
 from evener.torch_internals.modules import AnyDropout, own_buffers
 
 _DROPOUTS = {
@@ -143,11 +143,9 @@ class _Saving(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[place] if place < len(args) else given.get(argument.name)
-                for tensor in value if isinstance(value, list | tuple) else (value,):
-                    self._save(tensor)
+        for value in written(func, args, given):
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                self._save(tensor)
         return func(*args, **given)
 
     def _save(self, tensor: Any) -> None:
