@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evener
-from evener.components.loss_trial import Trial, check_loss, try_metrics
+from evener.components.loss_trial import SumTrial, check_loss, try_metrics
 from evener.components.model_with_loss import Replica
 from evener.core.losses import Loss, SumLoss, exact
 from evener.data.batch import MicroBatch
@@ -169,7 +169,7 @@ def test_outputs_that_are_not_one_for_each_sample_are_not_tried() -> None:
 def test_a_loss_of_pairs_is_told_of_on_several_ranks_alone(recwarn: pytest.WarningsRecorder) -> None:
     step(evener.loss(of_pairs))
     assert not recwarn.list
-    check_loss(Trial((3.0, 1.0, 1.0), (4.0, 2.0, 2.0), (2, 2)))
+    check_loss(SumTrial((3.0, 1.0, 1.0), (4.0, 2.0, 2.0), (2, 2)))
     assert not recwarn.list
 
 

@@ -44,7 +44,7 @@ class _AsksForOthersError(Exception):
     """The loss looks at the samples of all ranks."""
 
 
-class Trial(NamedTuple):
+class SumTrial(NamedTuple):
     """What was found for some samples, for the first part of them and for the second."""
 
     totals: tuple[float, float, float]
@@ -111,7 +111,7 @@ class LossTrial:
             check_loss(found)
 
 
-def check_loss(found: Trial) -> None:
+def check_loss(found: SumTrial) -> None:
     """Raises and warns as :meth:`LossTrial.run` does."""
     if found.has_constant_count:
         raise LossError(
@@ -164,7 +164,7 @@ _tried = WeakSet[Any]()
 
 def trial_of(
     terms: Callable[[Tree, Tree], Sum], outputs: Tree, micro: MicroBatch, keeps: object
-) -> Trial | None:
+) -> SumTrial | None:
     """Returns the terms of the first samples of a micro-batch, and of two parts of these. Returns None if samples
     cannot be told apart, or the terms cannot be computed from any samples, or are not the same each time.
 
@@ -197,7 +197,7 @@ def trial_of(
     if whole != again or not all(map(math.isfinite, (*whole, *first, *second))):
         return None
     totals, counts = zip(whole, first, second, strict=True)
-    return Trial(totals, counts, (half, samples - half))
+    return SumTrial(totals, counts, (half, samples - half))
 
 
 def _ask_for_others() -> None:
