@@ -27,6 +27,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict  # which cannot be imported where classes of torch.cuda are stand-ins
 from torch import Tensor
 from torch import library as operators
 from torch._C._distributed_c10d import HashStore, Store, _create_work_from_future

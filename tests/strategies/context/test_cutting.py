@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from evener.data.batch import MicroBatch
 from evener.errors import TaskError
 from evener.strategies.context.cutting import Cutting
-from evener.strategies.context.equivalence_check import _undisturbed
+from evener.strategies.context.equivalence_check import undisturbed
 from tests.comparing import worst
 
 
@@ -21,7 +21,7 @@ def test_the_trial_leaves_all_as_it_was() -> None:
     model[2].eval()
     nn.init.zeros_(model[0].bias)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with _undisturbed(model):
+    with undisturbed(model):
         assert not model[1].training
         assert model[0].bias.detach().abs().min() > 0, "what is zero hides what it multiplies"
         model[1].running_mean.add_(1)

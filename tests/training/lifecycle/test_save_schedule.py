@@ -471,10 +471,11 @@ def test_a_run_that_is_asked_to_stop_saves_where_it_stands(tmp_path: Path, numbe
 
 
 def test_the_workers_of_an_interrupted_run_end_with_it(tmp_path: Path) -> None:
+    before = set(multiprocessing.active_children())
     with pytest.raises(InterruptedRunError) as held:
         alone(run_dir=tmp_path, observers=[Signals(0, signal.SIGTERM)], workers=1, epochs=50)
     assert held.value.__traceback__ is not None, "which keeps what the run had"
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:

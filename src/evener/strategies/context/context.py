@@ -161,13 +161,14 @@ class SequencePieces(BatchSlicer):
         return self._with_inputs(whole, self._sequence(self._cutting.length(whole)))
 
     def try_call(self, call: ModelCall, micro: MicroBatch) -> None:
-        if self._learner.model.training in self._tried:
+        mode = self._learner.model.training
+        if mode in self._tried:
             return
+        self._tried |= {mode, False}  # first: the trial calls the model, too
         sequence: DividedSequence = micro.sequence
         whole = map_leaves(lambda leaf: _joined(leaf, sequence), call)
         given = SequencePieces(dataclasses.replace(self._options, cut=None), self._learner, self._group)
         given._try(dataclasses.replace(micro, inputs=whole, targets=None, sequence=None))
-        self._tried |= {self._learner.model.training, False}
 
     def _sequence(self, length: int) -> DividedSequence:
         options = self._options
