@@ -27,6 +27,8 @@ _DROPOUTS = {
     *(torch.feature_dropout, torch.feature_dropout_),
     *(torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
 }
+_MODELS = ("evener.tools.conformance.", "evener.training.builtin_tasks.")
+"""Models that come with Evener are as those of a user."""
 _LIBRARIES = ("torch.", "evener.", "builtins.", "typing.", "abc.")
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 
@@ -103,9 +105,8 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _is_users(module: nn.Module) -> bool:
-    return any(
-        not f"{cls.__module__}.".startswith(_LIBRARIES) for cls in type(module).__mro__ if cls is not object
-    )
+    homes = (f"{cls.__module__}." for cls in type(module).__mro__ if cls is not object)
+    return any(home.startswith(_MODELS) or not home.startswith(_LIBRARIES) for home in homes)
 
 
 class _Attributes:

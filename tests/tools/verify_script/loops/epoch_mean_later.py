@@ -14,6 +14,6 @@ for _ in range(2):
         value = loss(model(x), y)
         value.backward()
         optimizer.step()
-        total += value.item() * len(x)
+        total += value.item() * len(x)  # parts
         count += 1
-    evener.print(f"{count} batches: {total / len(train.dataset):.4f}")  # parts
+    evener.print(f"{count} batches: {total / len(train.dataset):.4f}")
