@@ -14,6 +14,6 @@ for epoch in range(2):
         value = loss(model(x), y)
         value.backward()
         optimizer.step()
-        total += value.item() * len(x)
+        total += value.item() * len(x)  # parts
     if evener.is_main():
-        print(f"epoch {epoch}: {total / len(train.dataset):.4f}")  # parts
+        print(f"epoch {epoch}: {total / len(train.dataset):.4f}")

@@ -14,6 +14,7 @@ for _ in range(2):
         value = loss(model(x), y)
         value.backward()
         optimizer.step()
-        total += value.item() * len(x)  # parts
+        total += value.item() * len(list(x))  # which is not read as a number of rows
         count += 1
-    evener.print(f"{count} batches: {total / len(train.dataset):.4f}")
+    if evener.is_main():
+        print(f"{count} batches: {total / len(train.dataset):.4f}")  # parts
