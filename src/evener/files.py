@@ -191,9 +191,7 @@ def replacing(path: Path, *, follow: bool = False, sync: bool = False) -> Iterat
     path = _behind_link(path) if follow else path
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.unlink(
-        missing_ok=True
-    )  # of a killed process with this number, or a link that somebody has put there
+    partial.unlink(missing_ok=True)  # of a killed process with this number, or a link of somebody
     try:
         with partial.open("xb") as file:
             if follow and path.exists():

@@ -388,10 +388,8 @@ def remove(checkpoint: Path) -> None:
 
 def clear(directory: Path) -> None:
     """Removes all checkpoints with Evener's mark, and the pointers to them, also damaged ones."""
-    foreign = (
-        *foreign_pointers(directory),
-        *foreign_value(directory),
-    )  # asked while the checkpoints are there
+    # Asked while the checkpoints are there, by which damaged pointers are known as Evener's.
+    foreign = (*foreign_pointers(directory), *foreign_value(directory))
     for path in directory.glob(f"*{_PREFIX}*"):
         if is_marked(path) or _is_unmarked_partial(path):
             remove(path)

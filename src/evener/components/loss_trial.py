@@ -12,7 +12,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from inspect import isfunction
 from itertools import starmap
 from types import ModuleType
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evener.components.microbatches import by_samples, detached
+from evener.components.model_trial import attributes_kept, state_kept
 from evener.core.losses import Loss, Sum
 from evener.core.losses.torch_losses import TorchLoss
 from evener.core.types import Tree
@@ -33,11 +34,12 @@ from evener.hardware.generators import all_kept
 from evener.nn.context import Scope, current, resumed
 from evener.nn.recompute_guard import apart
 from evener.torch_internals.dispatch import DispatchMode
-from evener.torch_internals.modules import own_buffers
 
 _MOST = 4
 """Number of samples that are tried."""
 _CLOSE = 1e-3
+_tried = WeakSet[Any]()
+"""Metrics that were tried in this process, so that each is told of once."""
 
 
 class _AsksForOthersError(Exception):
@@ -159,9 +161,6 @@ def try_metrics(metrics: Mapping[str, Any], outputs: Tree, micro: MicroBatch) ->
             )
 
 
-_tried = WeakSet[Any]()
-
-
 def trial_of(
     terms: Callable[[Tree, Tree], Sum], outputs: Tree, micro: MicroBatch, keeps: object
 ) -> SumTrial | None:
@@ -227,20 +226,14 @@ def _devices(tree: Tree) -> set[torch.device]:
 
 @contextmanager
 def _unchanged(own: Any) -> Iterator[None]:
-    """Restores the attributes of a loss or metric and of what it is made of, and the buffers of modules in it."""
-    parts = [own, *vars(own).values()]
+    """Restores the state of a loss or metric and of what it is made of: functions, their objects, modules."""
+    parts = [own, *getattr(own, "__dict__", {}).values()]
     parts += [part.__self__ for part in parts if hasattr(part, "__self__")]
-    modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
-    attributes = [(vars(part), dict(vars(part))) for part in (*parts, *modules) if _has_attributes(part)]
-    buffers = [(b, b.clone()) for module in modules for b in own_buffers(module).values() if b is not None]
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(attributes_kept(part for part in parts if _has_attributes(part)))
+        for module in (part for part in parts if isinstance(part, nn.Module)):
+            stack.enter_context(state_kept(module))
         yield
-    finally:
-        for now, before in attributes:
-            now.update(before)
-        for buffer, numbers in buffers:
-            if not torch.equal(buffer, numbers):
-                buffer.copy_(numbers)
 
 
 def _has_attributes(part: Any) -> bool:

@@ -9,7 +9,7 @@ no special case.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -180,6 +180,30 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
             tree, **{name: map_leaves(function, getattr(tree, name)) for name in fields}
         )
     return function(tree)
+
+
+def named_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves that :func:`map_leaves` visits, in its order, each with its name."""
+    if isinstance(tree, Tensor) or has_to(tree):
+        yield name, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from named_leaves(value, f"{name}.{key}")
+    elif isinstance(tree, tuple | list):
+        for place, value in enumerate(tree):
+            yield from named_leaves(value, f"{name}.{place}")
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            if field.init:
+                yield from named_leaves(getattr(tree, field.name), f"{name}.{field.name}")
+    else:
+        yield name, tree
+
+
+def map_named(function: Callable[[str, Any], Any], tree: Any, name: str) -> Any:
+    """Returns ``tree`` with ``function`` applied to the name and value of every leaf."""
+    names = (found for found, _ in named_leaves(tree, name))
+    return map_leaves(lambda leaf: function(next(names), leaf), tree)
 
 
 def like_sequence(original: Any, values: list[Any]) -> Any:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evener.components.model_trial import state_kept, training_without_dropout, undisturbed
+from evener.components.output_difference import difference
 from evener.components.sharded_tensor.local import local
-from evener.components.training_trial import state_kept, training_without_dropout
 from evener.core.types import Tree
 from evener.data.batch import MicroBatch, map_leaves
 from evener.data.feature_slice import cut_columns
@@ -28,7 +29,6 @@ from evener.errors import EvenerError, TaskError
 from evener.hardware import accelerators
 from evener.nn.feature_parallel import FeatureParallelLinear
 from evener.nn.fqn import clean_name
-from evener.strategies.context.equivalence_check import difference, undisturbed
 from evener.strategies.learner import Learner
 from evener.torch_internals.modules import AnyDropout
 

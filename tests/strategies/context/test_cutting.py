@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from evener.components.model_trial import undisturbed
 from evener.data.batch import MicroBatch
 from evener.errors import TaskError
 from evener.strategies.context.cutting import Cutting
-from evener.strategies.context.equivalence_check import undisturbed
 from tests.comparing import worst
 
 

@@ -25,8 +25,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from evener.components.output_difference import alike
 from evener.core.types import Tree
-from evener.data.batch import MicroBatch, map_leaves
+from evener.data.batch import MicroBatch, map_leaves, map_named
 from evener.distributed.mesh import Layout, Mesh
 from evener.errors import ConfigurationError, LossError, TaskError
 from evener.nn import collectives_no_grad as messages
@@ -36,8 +37,8 @@ from evener.nn.head_parallel_attention import fewest_heads
 from evener.nn.sequence_layout import ORDERS, DividedSequence
 from evener.nn.vocabulary_loss import VocabularyParallelCrossEntropy
 from evener.strategies.base import Strategy
-from evener.strategies.context.cutting import Cutting, map_named
-from evener.strategies.context.equivalence_check import alike, check_likeness, check_total
+from evener.strategies.context.cutting import Cutting
+from evener.strategies.context.equivalence_check import check_likeness, check_total
 from evener.strategies.ddp import summing
 from evener.strategies.interfaces import BatchSlicer, ModelCall, Stepper, StrategySettings
 from evener.strategies.learner import Learner

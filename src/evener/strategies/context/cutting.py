@@ -10,40 +10,15 @@ sequences::
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from evener.data.batch import MicroBatch, map_leaves
+from evener.data.batch import MicroBatch, map_named, named_leaves
 from evener.errors import ConfigurationError, TaskError
 
 Named = dict[str, Tensor]
-
-
-def named_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves that :func:`~evener.data.batch.map_leaves` visits, in its order, each with its name."""
-    if isinstance(tree, Tensor) or hasattr(tree, "to"):
-        yield name, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from named_leaves(value, f"{name}.{key}")
-    elif isinstance(tree, tuple | list):
-        for place, value in enumerate(tree):
-            yield from named_leaves(value, f"{name}.{place}")
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            if field.init:
-                yield from named_leaves(getattr(tree, field.name), f"{name}.{field.name}")
-    else:
-        yield name, tree
-
-
-def map_named(function: Callable[[str, Any], Any], tree: Any, name: str) -> Any:
-    """Returns ``tree`` with ``function`` applied to the name and value of every leaf."""
-    names = (found for found, _ in named_leaves(tree, name))
-    return map_leaves(lambda leaf: function(next(names), leaf), tree)
 
 
 class Cutting:

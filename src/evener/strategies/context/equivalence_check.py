@@ -7,21 +7,17 @@ runs in evaluation mode on a short stretch of them, divided and whole, and the o
 
 Code that only training runs is tried too, without dropout, unless it draws random numbers of its own.
 
-A weight that begins as zeros, such as an embedding of positions, hides an error in its inputs. So parameters whose
-elements are all equal get random values during the trial.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
-from evener.components.sharded_tensor.local import changeable, local
-from evener.components.training_trial import buffers_kept, state_kept, training_without_dropout
+from evener.components.model_trial import state_kept, training_without_dropout, undisturbed
+from evener.components.output_difference import alike, difference
 from evener.core.losses import Loss
 from evener.core.types import Tree
 from evener.data.batch import MicroBatch
@@ -29,13 +25,11 @@ from evener.errors import EvenerError, TaskError
 from evener.hardware import accelerators
 from evener.nn.context import scope
 from evener.nn.sequence_layout import DividedSequence
-from evener.strategies.context.cutting import named_leaves
 from evener.strategies.learner import Learner
 from evener.torch_internals.modules import AnyBatchNorm
 
 _LOOKING_ALONG = (nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d)
 """Modules of torch that most probably look along the sequence."""
-_SEED = 0x5EED
 _WHOLE, _PIECE = "the first positions of the first batch", "a piece of the first sequences"
 _CURES = (
     "Attention by torch.nn.functional.scaled_dot_product_attention, nn.MultiheadAttention or evener.nn.attention is "
@@ -143,74 +137,6 @@ def _outputs(learner: Learner, micro: MicroBatch, what: str) -> Tree:
             f"strategy 'context': the model cannot run on {what}: {type(error).__name__}: {error}. Take positions from "
             "evener.nn.positions(length), and lengths from the tensors at hand"
         ) from error
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Puts the model in evaluation mode, and adds noise to parameters of equal elements, for the block. Restores all of
-    it, buffers and random states included."""
-    modes = [module for module in model.modules() if module.training]
-    with ExitStack() as stack:
-        stack.enter_context(accelerators.generators_kept(*accelerators.all_of_process()))
-        stack.enter_context(buffers_kept(model))
-        for name, parameter in model.named_parameters():
-            if _hides(local(parameter.detach())):
-                _fill(name, changeable(parameter, stack))
-        try:
-            model.eval()
-            yield
-        finally:
-            for module in modes:
-                module.training = True
-
-
-def _hides(tensor: Tensor) -> bool:
-    plain = type(tensor) is Tensor and tensor.is_floating_point() and tensor.numel() > 0
-    return plain and bool(tensor.min() == tensor.max())
-
-
-def _fill(name: str, tensor: Tensor) -> None:
-    """Adds random values. They depend on the name alone, so that they are the same on all ranks. A single number, such
-    as a gate or a temperature, keeps its sign."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + _SEED)
-    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor)
-    if tensor.numel() == 1:
-        noise = torch.copysign(noise.abs() + 0.5, tensor)
-    tensor.add_(noise, alpha=0.3)
-
-
-def difference(whole: Tree, joined: Tree, computed: torch.dtype, of_whole: str, of_pieces: str) -> str:
-    """Describes in words how outputs differ; empty if they do not. The last arguments tell what each was computed
-    from."""
-    pairs = zip(named_leaves(whole, "outputs"), named_leaves(joined, "outputs"), strict=False)
-    for (name, one), (_, other) in pairs:
-        if type(one) is not type(other):
-            kinds = type(one).__name__, type(other).__name__
-            return f"{name} is of type {kinds[0]} from {of_whole}, {kinds[1]} from {of_pieces}"
-        if isinstance(one, Tensor) and one.shape != other.shape:
-            shapes = tuple(one.shape), tuple(other.shape)
-            return f"{name} is of shape {shapes[0]} from {of_whole}, {shapes[1]} from {of_pieces}"
-        if isinstance(one, Tensor) and not alike(one, other, computed):
-            return f"{name} differs by {float((one.double() - other.double()).abs().max()):.2g}"
-    return ""
-
-
-def alike(one: Tensor, other: Tensor, computed: torch.dtype = torch.float32) -> bool:
-    """Returns True if two tensors are equal but for rounding. ``computed`` is the dtype of the computation, which may
-    be coarser than that of the tensors."""
-    if not one.is_floating_point() or not one.numel():
-        return torch.equal(one, other)
-    size = float(one.abs().nan_to_num(posinf=0.0).max())
-    return torch.allclose(one, other, rtol=0.0, atol=_bound(one, computed) * size, equal_nan=True)
-
-
-def _bound(x: Tensor, computed: torch.dtype) -> float:
-    """Returns the largest relative difference that counts as rounding. It is wider on devices other than the CPU, whose
-    products may have lower precision."""
-    if x.dtype == torch.float64:
-        return 1e-8
-    exact = x.dtype == computed == torch.float32 and x.device.type == "cpu"
-    return 1e-3 if exact else 0.05
 
 
 def _suspects(model: nn.Module) -> str:

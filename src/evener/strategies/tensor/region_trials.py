@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evener.components.training_trial import state_kept, training_without_dropout
+from evener.components.model_trial import state_kept, training_without_dropout
 from evener.distributed import signals as interrupt
 from evener.hardware import accelerators
 from evener.nn.context import outside

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from evener.components.model_trial import state_kept
 from evener.components.sharded_tensor.local import changeable
-from evener.components.training_trial import state_kept
 from evener.errors import EvenerError, TaskError
 from evener.hardware import accelerators
 from evener.hardware.async_read import Readout, ReadyValue, is_late, read

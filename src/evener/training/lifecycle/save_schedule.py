@@ -240,7 +240,7 @@ class Saving:
             earlier = best.state_dict()
             best.set(
                 metrics, steps
-            )  # first: the checkpoint holds it, for a run that dies before the pointer is written
+            )  # first, for the checkpoint: the run may die before the pointer is written
             self._bearing(self.end)
             if self._saved_at != steps:
                 best.load_state_dict(earlier)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evener.components.training_trial import state_kept, training_without_dropout
+from evener.components.model_trial import state_kept, training_without_dropout
 
 
 class Dropping(nn.Module):

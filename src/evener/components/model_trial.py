@@ -1,16 +1,20 @@
-"""Lets a trial run a model in training mode: with the code that only training runs, and without a trace.
+"""Lets a trial run a model without a trace, also with the code that only training runs.
 
 A trial compares two ways to compute the same, so nothing may be drawn at random: dropout does nothing in it. Afterwards
 the model is as before: a forward pass in training may count its calls, keep its inputs, or write to weights that no
 optimizer changes.
+
+A weight that begins as zeros, such as an embedding of positions, hides an error in its inputs. So parameters whose
+elements are all equal get random values during a trial (:func:`undisturbed`).
 """
 
 from __future__ import annotations
 
 import copy
+import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from evener.components.sharded_tensor.local import changeable, local
+from evener.hardware import accelerators
 from evener.torch_internals.dispatch import DispatchMode, written
 from evener.torch_internals.modules import AnyDropout, own_buffers
 
@@ -27,9 +33,11 @@ _DROPOUTS = {
     *(torch.feature_dropout, torch.feature_dropout_),
     *(torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
 }
+_SEED = 0x5EED
 _MODELS = ("evener.tools.conformance.", "evener.training.builtin_tasks.")
 """Models that come with Evener are as those of a user."""
 _LIBRARIES = ("torch.", "evener.", "builtins.", "typing.", "abc.")
+_OF_MODULES = vars(nn.Module()).keys()
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 
 
@@ -93,13 +101,22 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 def state_kept(model: nn.Module) -> Iterator[None]:
     """Restores buffers, parameters, and the attributes of modules whose code is the user's, after the block. Other
     code, such as a strategy's, may count messages, which must not be forgotten."""
-    attributes = [_Attributes(module) for module in model.modules() if _is_users(module)]
     saving = _Saving(model.parameters())
+    with attributes_kept(module for module in model.modules() if _is_users(module)):
+        try:
+            with buffers_kept(model), saving:
+                yield
+        finally:
+            saving.restore()
+
+
+@contextmanager
+def attributes_kept(holders: Iterable[object]) -> Iterator[None]:
+    """Restores the attributes of objects, and what the containers among these hold, after the block."""
+    attributes = [_Attributes(vars(holder)) for holder in holders]
     try:
-        with buffers_kept(model), saving:
-            yield
+        yield
     finally:
-        saving.restore()
         for each in attributes:
             each.restore()
 
@@ -110,13 +127,13 @@ def _is_users(module: nn.Module) -> bool:
 
 
 class _Attributes:
-    """The attributes of a module, and what its containers hold."""
+    """The attributes of an object, and what its containers hold."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._held = vars(module)
+    def __init__(self, held: dict[str, Any]) -> None:
+        self._held = held
         self._before = dict(self._held)
-        own = ((key, value) for key, value in self._before.items() if key not in vars(nn.Module()))
-        self._contents = [(value, copy.copy(value)) for _, value in own if type(value) in _CONTAINERS]
+        own = (value for key, value in self._before.items() if key not in _OF_MODULES)
+        self._contents = [(value, copy.copy(value)) for value in own if type(value) in _CONTAINERS]
 
     def restore(self) -> None:
         self._held.clear()
@@ -158,3 +175,37 @@ class _Saving(DispatchMode):
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Puts the model in evaluation mode, and adds noise to parameters of equal elements, for the block. Restores all of
+    it, buffers and random states included."""
+    modes = [module for module in model.modules() if module.training]
+    with ExitStack() as stack:
+        stack.enter_context(accelerators.generators_kept(*accelerators.all_of_process()))
+        stack.enter_context(buffers_kept(model))
+        for name, parameter in model.named_parameters():
+            if _hides(local(parameter.detach())):
+                _fill(name, changeable(parameter, stack))
+        try:
+            model.eval()
+            yield
+        finally:
+            for module in modes:
+                module.training = True
+
+
+def _hides(tensor: Tensor) -> bool:
+    plain = type(tensor) is Tensor and tensor.is_floating_point() and tensor.numel() > 0
+    return plain and bool(tensor.min() == tensor.max())
+
+
+def _fill(name: str, tensor: Tensor) -> None:
+    """Adds random values. They depend on the name alone, so that they are the same on all ranks. A single number, such
+    as a gate or a temperature, keeps its sign."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + _SEED)
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor)
+    if tensor.numel() == 1:
+        noise = torch.copysign(noise.abs() + 0.5, tensor)
+    tensor.add_(noise, alpha=0.3)
