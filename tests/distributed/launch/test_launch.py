@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -56,15 +57,19 @@ def blocked(tmp_path: Path) -> Any:
 def test_closures_run_on_ranks_and_results_come_back_in_order() -> None:
     scale, handlers = 10, signal.getsignal(signal.SIGTERM)
 
-    def work(shift: int, *, factor: int) -> tuple[int, float, int]:
+    def work(shift: int, *, factor: int) -> tuple[int, float, int, bool]:
+        collects = gc.isenabled() and gc.get_freeze_count() > 100_000
         with Session(device="cpu") as session:
             total = torch.tensor([float(session.rank + 1)])
             dist.all_reduce(total)
-            return session.rank * scale * factor + shift, total.item(), fixed_threads()
+            return session.rank * scale * factor + shift, total.item(), fixed_threads(), collects
 
     results = launch(work, 5, factor=2, processes=2, device="cpu")
     assert [result[:2] for result in results] == [(5, 3.0), (25, 3.0)]
     assert [result[2] for result in results] == 2 * [fixed_threads()], "the number of ranks does not matter"
+    assert all(result[3] for result in results), (
+        "garbage is collected, but not looked for in what was imported"
+    )
     assert signal.getsignal(signal.SIGTERM) is handlers
 
 

@@ -237,8 +237,10 @@ def test_a_full_disk_stops_the_run_or_not_as_asked(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="rank 0 could not write it"):
         alone(run_dir=tmp_path, observers=[FullFor(place, 99)])
     place.unlink()
-    alone(run_dir=tmp_path, observers=[FullFor(place, 7)], on_full_disk="go-on", save_every="2steps")
-    assert kept(tmp_path) == [8]
+    settings: dict[str, Any] = {"on_full_disk": "go-on", "save_every": "2steps", "keep_best": "loss"}
+    alone(run_dir=tmp_path, observers=[FullFor(place, 7)], **settings)
+    assert kept(tmp_path) == [8], "the best one, too, could not be saved after the first epoch"
+    assert (place / "best").read_text().strip() == "step-00000008"
     assert "was not saved: rank 0 could not write it" in words_of(tmp_path)
     with pytest.raises(CheckpointError, match="rank 0 could not write it"):
         alone(
