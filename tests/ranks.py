@@ -144,9 +144,11 @@ class RankPool:
         self.world_size = world_size
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def _start(self) -> None:
-        store = str(Path(tempfile.mkdtemp(prefix="evener-ranks-")) / "store")
+        self._directory = tempfile.TemporaryDirectory(prefix="evener-ranks-", ignore_cleanup_errors=True)
+        store = str(Path(self._directory.name) / "store")
         for rank in range(self.world_size):
             ours, theirs = multiprocessing.Pipe()
             served = (rank, self.world_size, store, list(sys.path), theirs)
@@ -194,4 +196,6 @@ class RankPool:
         for process in self._processes:
             process.kill()
             process.join()
+        if self._directory is not None:
+            self._directory.cleanup()
         self._processes, self._connections = [], []
