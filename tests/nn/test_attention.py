@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from evener.errors import ConfigurationError
@@ -54,6 +55,12 @@ def here(sequence: DividedSequence) -> Any:
     return scope(torch.arange(BATCH), 0, 0, sequence=sequence)
 
 
+def penalties(output: Tensor, weight: Tensor, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The output, and the gradients of a function of its gradients."""
+    first = torch.autograd.grad((output * weight).sum(), leaves, create_graph=True)
+    return output.detach(), *torch.autograd.grad(sum(each.pow(3).sum() for each in first), leaves)
+
+
 def gradients(output: Tensor, weight: Tensor, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     (output * weight).sum().backward()
     found = tuple(leaf.grad for leaf in leaves if leaf.grad is not None)
@@ -62,7 +69,14 @@ def gradients(output: Tensor, weight: Tensor, leaves: tuple[Tensor, ...]) -> tup
 
 
 def errors(
-    length: int, heads: tuple[int, int], order: str, method: str, causal: bool, padded: bool, **kind: Any
+    length: int,
+    heads: tuple[int, int],
+    order: str,
+    method: str,
+    causal: bool,
+    padded: bool,
+    gradients: Any = gradients,
+    **kind: Any,
 ) -> float:
     """The largest difference of output and gradients to one device, as a part of the largest number."""
     *inputs, weight = drawn(*heads, length, **kind)
@@ -111,6 +125,17 @@ def small_tiles() -> list[float]:
 def test_tiles_change_nothing(ranks: Any) -> None:
     for found in ranks(2).run(small_tiles):
         assert max(found) <= 1e-13, list(zip(found, CASES, strict=True))
+
+
+def errors_of_second_derivatives() -> list[float]:
+    """PyTorch's other kernels have no second derivatives."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return all_errors(gradients=penalties)
+
+
+def test_gradients_of_gradients_are_those_of_one_device(ranks: Any) -> None:
+    for found in ranks(2).run(errors_of_second_derivatives):
+        assert max(found) <= 1e-12, list(zip(found, CASES, strict=True))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 0.04)])

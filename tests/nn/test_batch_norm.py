@@ -93,6 +93,43 @@ def test_any_division_is_one_device(ranks: Any, kind: type[nn.Module], options: 
         close(answer[3], reference.eval()(batches(kind, sum(shares), 1)[0][0]))
 
 
+def penalize(module: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of the input of a function of gradients, and the first gradient."""
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad((module(x) * dy).sum(), x, create_graph=True)
+    (gradient.pow(3) * dy).sum().backward()
+    assert x.grad is not None
+    return x.grad, gradient.detach()
+
+
+def penalize_share(shares: list[int], options: dict[str, Any]) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    rank = dist.get_rank()
+    module = exact_batch_norm(build(nn.BatchNorm1d, **options), dist.group.WORLD)
+    ((x, dy),) = batches(nn.BatchNorm1d, sum(shares), 1)
+    mine, my_dy = x.split(shares)[rank], dy.split(shares)[rank]
+    if shares[rank]:
+        found = penalize(module, mine, my_dy)
+    else:
+        with scope(torch.arange(2), 0, 0, weight=0):
+            found = penalize(module, x[:2] + 100, dy[:2])
+        assert not any(each.any() for each in found), "a placeholder is no part of the statistics"
+        found = (mine, mine)
+    return *found, [p.grad for p in module.parameters()]
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"bias": False}], ids=str)
+def test_gradients_of_gradients_are_those_of_one_device(ranks: Any, options: dict[str, Any]) -> None:
+    shares = [5, 0, 2]
+    reference = build(nn.BatchNorm1d, **options)
+    expected = penalize(reference, *batches(nn.BatchNorm1d, sum(shares), 1)[0])
+    answers = ranks(3).run(penalize_share, shares, options)
+    for index in range(2):
+        close(torch.cat([answer[index] for answer in answers]), expected[index])
+    for index, parameter in enumerate(reference.parameters()):
+        found = [answer[2][index] for answer in answers if answer[2][index] is not None]
+        close(sum(found) if found else None, parameter.grad)
+
+
 def compiled_and_plain() -> tuple[list[Any], int]:
     torch.compiler.reset()
     x, dy = (part.split([5, 2])[dist.get_rank()] for part in batches(nn.BatchNorm1d, 7, 1)[0])

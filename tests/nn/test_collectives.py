@@ -369,16 +369,30 @@ def test_a_compiled_function_does_the_same(ranks: Any) -> None:
         close(compiled, plain)
 
 
-def differentiated_twice() -> bool:
-    x = numbers(dist.get_rank(), 3).requires_grad_()
-    (gradient,) = torch.autograd.grad(all_reduce(x, World.WORLD).pow(3).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
-    return True
+def penalized_on_a_rank(name: str) -> Tensor:
+    """The gradient of a function of gradients."""
+    case, group, rank = CASES[name], World.WORLD, dist.get_rank()
+    x = case.given(dist.get_world_size())[rank].requires_grad_()
+    loss = part_of_loss(case.call(x, group, rank), 100 if case.once else 100 + rank)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    part_of_loss(gradient, 200 + rank).backward()
+    assert x.grad is not None
+    return x.grad
 
 
-def test_gradients_of_gradients_are_refused(ranks: Any) -> None:
-    assert all(ranks(2).run(differentiated_twice))
+def penalized_in_one_process(name: str, n: int) -> Tensors:
+    case = CASES[name]
+    xs = [x.requires_grad_() for x in case.given(n)]
+    parts = [part_of_loss(y, 100 + rank) for rank, y in enumerate(case.reference(xs))]
+    loss = parts[0] if case.once else sum(parts)
+    gradients = torch.autograd.grad(loss, xs, create_graph=True, materialize_grads=True)  # type: ignore[arg-type]
+    sum(part_of_loss(each, 200 + rank) for rank, each in enumerate(gradients)).backward()  # type: ignore[union-attr]
+    return [torch.zeros_like(x) if x.grad is None else x.grad for x in xs]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_gradients_are_those_of_one_process(ranks: Any, name: str) -> None:
+    close(ranks(3).run(penalized_on_a_rank, name), penalized_in_one_process(name, 3))
 
 
 # Alone

@@ -124,6 +124,23 @@ def row() -> nn.Sequential:
     )
 
 
+class Slope(nn.Module):
+    """A stream of which the model uses the gradient too, in evaluation as in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, *layers, self.ends = row()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, words: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = self.embed(words) if self.embed.weight.requires_grad else self.embed(words).requires_grad_()
+            y = self.layers(x)
+            (slope,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+        scores: Tensor = self.ends(y + slope)
+        return scores
+
+
 class Ends(nn.Linear):
     """Scores with the words on dimension 1."""
 
@@ -154,6 +171,10 @@ def post_norm() -> Task:
 
 def in_a_row() -> Task:
     return words(row)
+
+
+def slope() -> Task:
+    return words(Slope)
 
 
 def own_blocks() -> Task:

@@ -26,15 +26,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from evener.errors import ConfigurationError
 from evener.hardware.async_read import is_late
 from evener.nn.batch_norm_kernels import Channels, Given, heavy, light, moments, wide
 from evener.nn.batch_norm_peers import PeerRanks, Peers
+from evener.nn.collectives import mapped
 from evener.nn.context import current
 from evener.nn.recompute_guard import once
+from evener.nn.second_derivatives import differentiable_gradients
 from evener.nn.unowned import Shared
 from evener.torch_internals.compiling import outside_of_graphs
 from evener.torch_internals.modules import AnyBatchNorm
@@ -285,16 +286,17 @@ class _Normalize(torch.autograd.Function):
         given: Given,
         meeting: _StatisticsExchange,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight, bias)  # weights are saved so that autograd notices changes of them
         ctx.given, ctx.meeting = given, meeting
         ctx.dtypes = tuple(None if p is None else p.dtype for p in (weight, bias))
         return given.normalize(x, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, _ = ctx.saved_tensors  # the weight is saved so that autograd notices changes of it
+        x, weight, bias = ctx.saved_tensors
         given: Given = ctx.given
+        if torch.is_grad_enabled():
+            return (*_differentiable_backward(ctx, x, weight, bias, dy), None, None)
         sums, dx = given.sums(dy, x), None
         if not ctx.meeting.counts:  # 0 times a placeholder's gradient may be NaN
             dy, sums = torch.zeros_like(dy), torch.zeros_like(sums)
@@ -318,3 +320,32 @@ def _gradient(meeting: _StatisticsExchange, given: Given, dy: Tensor, x: Tensor,
     if meeting.counts:  # a placeholder is no part of the statistics
         given.through_statistics(dx, x, totals, meeting.values)
     return dx
+
+
+def _differentiable_backward(
+    ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, dy: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Computes what backward does by operations that autograd knows, for gradients of gradients."""
+    meeting: _StatisticsExchange = ctx.meeting
+    others = [d for d in range(x.dim()) if d != 1]
+    along = [1, -1, *[1] * (x.dim() - 2)]
+
+    def mean(values: Tensor) -> Tensor:
+        def total(sums: Tensor) -> Tensor:
+            return meeting.peers.all_reduce_later(sums.clone(), f"{meeting.name}, gradients of gradients")()
+
+        if not meeting.counts:  # it takes part in the message, and in nothing else
+            values = values.masked_fill(values.new_ones((), dtype=torch.bool), 0)
+        count = torch.as_tensor(meeting.values, dtype=torch.float64, device=values.device)
+        return mapped(values.sum(others), total, total) / count
+
+    def normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        precise = x.double()
+        centered = precise - mean(precise).view(along)
+        y: Tensor = centered * (mean(centered**2) + ctx.given.eps).rsqrt().view(along)
+        y = y if weight is None else y * weight.double().view(along)
+        y = y if bias is None else y + bias.double().view(along)
+        return y.to(x.dtype)
+
+    dy = dy if meeting.counts else torch.zeros_like(dy)
+    return differentiable_gradients(normalized, (x, weight, bias), ctx.needs_input_grad, dy)

@@ -23,6 +23,8 @@ whole (``f`` and ``g`` of Shoeybi et al., "Megatron-LM", 2019)::
     all_gather(replicated=True)  y = x_0 | x_1 | ...    dx_r = piece r of dy        no message
     broadcast(replicated=True)   y = x_source           dx_source = dy, others 0    no message
 
+The adjoint of backward is forward, so gradients can be differentiated again, for a gradient penalty for example.
+
 All ranks of the group must make each call together, in forward and in backward, in the same order.
 """
 
@@ -33,7 +35,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from evener.errors import ConfigurationError
@@ -68,7 +69,7 @@ def all_reduce(x: Tensor, group: ProcessGroup | None, *, replicated: bool = Fals
     """
     if (ranks := several(group)) is None:
         return x.clone()
-    return _mapped(
+    return mapped(
         x,
         lambda x: messages.summed(x, ranks),
         lambda dy: dy if replicated else messages.summed(dy, ranks),
@@ -116,7 +117,7 @@ def all_gather(
             return dy.narrow(dim, start, lengths[index])
         return messages.scattered(dy, dim, lengths, ranks)
 
-    return _mapped(x, lambda x: messages.gathered(x, dim, lengths, ranks), back)
+    return mapped(x, lambda x: messages.gathered(x, dim, lengths, ranks), back)
 
 
 @outside_of_graphs
@@ -143,7 +144,7 @@ def reduce_scatter(
     lengths = pieces_of("reduce_scatter", x, dim, sizes, ranks)
     if ranks is None:
         return x.clone()
-    return _mapped(
+    return mapped(
         x,
         lambda x: messages.scattered(x, dim, lengths, ranks),
         lambda dy: messages.gathered(dy, dim, lengths, ranks),
@@ -182,7 +183,7 @@ def all_to_all(
     if received is None:
         of_ranks = alike("all_to_all", x, dim, ranks, sent)
         came = [each.numbers[ranks.rank()] for each in of_ranks]
-    return _mapped(
+    return mapped(
         x,
         lambda x: messages.exchanged(x, dim, sent, came, ranks),
         lambda dy: messages.exchanged(dy, dim, came, sent, ranks),
@@ -216,7 +217,7 @@ def broadcast(x: Tensor, group: ProcessGroup | None, source: int = 0, *, replica
             return dy if ranks.rank() == source else torch.zeros_like(dy)
         return messages.summed_at(dy, source, ranks)
 
-    return _mapped(x, lambda x: messages.copied(x, source, ranks), back)
+    return mapped(x, lambda x: messages.copied(x, source, ranks), back)
 
 
 @outside_of_graphs
@@ -244,7 +245,7 @@ def split(x: Tensor, group: ProcessGroup | None, dim: int = 0, sizes: Sequence[i
         return x.clone()
     index = ranks.rank()
     start = sum(lengths[:index])
-    return _mapped(
+    return mapped(
         x,
         lambda x: x.narrow(dim, start, lengths[index]).clone(),
         lambda dy: messages.gathered(dy, dim, lengths, ranks),
@@ -270,7 +271,7 @@ def shift(x: Tensor, group: ProcessGroup | None, by: int = 1, shape: Sequence[in
         return x.clone()
     if shape is None:
         shape = described("shift", x, ranks)[(ranks.rank() - by) % ranks.size()].shape
-    return _mapped(
+    return mapped(
         x,
         lambda x: messages.shifted(x, by, shape, ranks),
         lambda dy: messages.shifted(dy, -by, x.shape, ranks),
@@ -290,23 +291,25 @@ def enter(x: Tensor, group: ProcessGroup | None) -> Tensor:
     ranks = several(group)
     if ranks is None:
         return x.view_as(x)
-    return _mapped(x, lambda x: x.view_as(x), lambda dy: messages.summed(dy, ranks))
+    return mapped(x, lambda x: x.view_as(x), lambda dy: messages.summed(dy, ranks))
 
 
 class _Mapped(torch.autograd.Function):
-    """Applies ``there`` in forward and ``back`` in backward; there is no second derivative."""
+    """Applies ``there`` in forward and ``back`` in backward. Each of the two is the adjoint of the other, so that the
+    backward of ``back`` is ``there``: gradients can be differentiated again, as often as anybody likes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Map, back: Map) -> Tensor:
-        ctx.back = back
+        ctx.maps = back, there
         return there(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(dy), None, None
+        back, there = ctx.maps
+        return mapped(dy, back, there) if torch.is_grad_enabled() else back(dy), None, None
 
 
-def _mapped(x: Tensor, there: Map, back: Map) -> Tensor:
+def mapped(x: Tensor, there: Map, back: Map) -> Tensor:
+    """Returns ``there(x)``, a linear map of the ranks' tensors whose adjoint is ``back``."""
     output: Tensor = _Mapped.apply(x, there, back)  # type: ignore[no-untyped-call]
     return output

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from evener.errors import TaskError
 from evener.nn import collectives_no_grad as messages
 from evener.nn.collectives import all_gather, all_reduce, enter, reduce_scatter, split
+from evener.nn.second_derivatives import differentiable_gradients
 from evener.nn.sequence_layout import DividedSequence
 from evener.nn.unowned import Shared
 from evener.torch_internals.compiling import outside_of_graphs
@@ -286,15 +286,20 @@ def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, pieces: Divi
 class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pieces: DividedSequence) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight, bias)
         ctx.pieces = pieces
         return F.linear(messages.gathered(x, pieces.dim, pieces.sizes, pieces.group), weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, bias = ctx.saved_tensors
         pieces: DividedSequence = ctx.pieces
+        if torch.is_grad_enabled():
+
+            def again(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+                return F.linear(all_gather(x, pieces.group, pieces.dim, pieces.sizes), weight, bias)
+
+            return *differentiable_gradients(again, (x, weight, bias), ctx.needs_input_grad, dy), None
         of_x, of_weight, of_bias, _ = ctx.needs_input_grad
         place, rows = (pieces.dim, pieces.sizes, pieces.group), dy.flatten(0, -2)
         dx = messages.scattered(dy @ weight, *place) if of_x else None

@@ -50,13 +50,14 @@ CASES = [
     ("own_blocks", OWN),
     ("short", DERIVED),
     ("one_position", DERIVED),
+    ("slope", DERIVED),
     ("repeats", TensorParallel("feed=sequence,feed.drop=sequence,feed.up=colwise,feed.down=rowwise")),
 ]
 
 
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    spread(CASES, ALWAYS, SLOW, NIGHTLY, SLOW, NIGHTLY, NIGHTLY, SLOW),
+    spread(CASES, ALWAYS, SLOW, NIGHTLY, SLOW, NIGHTLY, NIGHTLY, ALWAYS, SLOW),
     ids=str,
 )
 def test_weights_are_those_of_one_device(ranks: Any, name: str, strategy: Any) -> None:
