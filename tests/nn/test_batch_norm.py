@@ -107,8 +107,12 @@ def penalize_share(shares: list[int], options: dict[str, Any]) -> tuple[Tensor, 
     module = exact_batch_norm(build(nn.BatchNorm1d, **options), dist.group.WORLD)
     ((x, dy),) = batches(nn.BatchNorm1d, sum(shares), 1)
     mine, my_dy = x.split(shares)[rank], dy.split(shares)[rank]
+    hooked: list[Tensor] = []
+    for parameter in module.parameters():
+        parameter.register_hook(hooked.append)
     if shares[rank]:
         found = penalize(module, mine, my_dy)
+        assert len(hooked) == (module.weight is not None), "hooks see the gradient of the whole, once"
     else:
         with scope(torch.arange(2), 0, 0, weight=0):
             found = penalize(module, x[:2] + 100, dy[:2])

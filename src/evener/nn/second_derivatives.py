@@ -29,9 +29,11 @@ def differentiable_gradients(
         are_needed: For each of them, and perhaps for more, whether its gradient is needed.
         dy: The gradient of the output.
     """
-    needed = [x for x, is_needed in zip(inputs, are_needed, strict=False) if is_needed and x is not None]
-    found = iter(torch.autograd.grad(function(*inputs), needed, dy, create_graph=True))
+    # Gradients of the inputs themselves would call the hooks on them.
+    views = [x if x is None else x.view_as(x) for x in inputs]
+    needed = [x for x, is_needed in zip(views, are_needed, strict=False) if is_needed and x is not None]
+    found = iter(torch.autograd.grad(function(*views), needed, dy, create_graph=True))
     return tuple(
         next(found) if is_needed and x is not None else None
-        for x, is_needed in zip(inputs, are_needed, strict=False)
+        for x, is_needed in zip(views, are_needed, strict=False)
     )
