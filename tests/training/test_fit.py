@@ -239,6 +239,40 @@ def test_an_interrupted_run_leaves_its_summary(tmp_path: Path) -> None:
     assert steps == list(range(5))  # of the step before, the ranks had not told each other yet
 
 
+class Unsteady(torch.nn.Linear):
+    """Counts its passes, and draws a number in each, also in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(len(x))
+        return super().forward(x) + torch.rand(()) + len(self.seen) + self.calls
+
+
+def wrong(outputs: torch.Tensor, targets: torch.Tensor) -> evener.Sum:
+    return outputs.argmax(1) == targets  # type: ignore[return-value]
+
+
+def test_the_evaluation_is_tried_before_the_first_step(tmp_path: Path) -> None:
+    task = lambda: replace(tasks.plain(), metrics={"wrong": wrong})  # noqa: E731
+    with pytest.raises(ConfigurationError, match="the metric 'wrong' returned Tensor"):
+        fit(task, processes=1, device="cpu", run_dir=tmp_path, show=False)
+    assert not [kind for kind, _ in records(tmp_path) if kind == "step"]
+
+
+def test_the_trial_of_the_evaluation_leaves_no_trace() -> None:
+    usual = {"model": Unsteady, "batch_size": 4}
+    with_trial = lambda: replace(tasks.plain(), **usual)  # noqa: E731
+    without = lambda: replace(tasks.plain(), evaluate=None, **usual)  # noqa: E731
+    one, other = (fit(t, processes=1, device="cpu", show=False, steps=5) for t in (with_trial, without))
+    one.weights.pop("calls"), other.weights.pop("calls")  # the evaluation at the end calls the model
+    assert weights_digest(one.weights) == weights_digest(other.weights)
+
+
 def test_what_cannot_work_is_found_before_ranks_are_started() -> None:
     """An error of a rank would be a `RankError` or name a rank."""
     for settings, error, words in (

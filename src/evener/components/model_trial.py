@@ -102,12 +102,18 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     """Restores buffers, parameters, and the attributes of modules whose code is the user's, after the block. Other
     code, such as a strategy's, may count messages, which must not be forgotten."""
     saving = _Saving(model.parameters())
-    with attributes_kept(module for module in model.modules() if _is_users(module)):
-        try:
-            with buffers_kept(model), saving:
-                yield
-        finally:
-            saving.restore()
+    try:
+        with forward_state_kept(model), saving:
+            yield
+    finally:
+        saving.restore()
+
+
+@contextmanager
+def forward_state_kept(model: nn.Module) -> Iterator[None]:
+    """Does the same as :func:`state_kept` for forward passes in evaluation, which write to no parameters."""
+    with attributes_kept(module for module in model.modules() if _is_users(module)), buffers_kept(model):
+        yield
 
 
 @contextmanager

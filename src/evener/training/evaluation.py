@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,13 +18,16 @@ from torch.utils.data import Dataset, IterableDataset
 
 from evener.balance.base import Equal, Fixed
 from evener.components.loss_trial import try_metrics
+from evener.components.model_trial import forward_state_kept
 from evener.core.losses import Accumulator, metric
 from evener.core.records import EvaluationRecord
 from evener.core.task.validation import as_dataset, check_dataset
 from evener.core.types import Tree
 from evener.data.batch import MicroBatch, map_leaves
+from evener.data.fingerprint import generators_kept
 from evener.data.loader import Loader
 from evener.errors import ConfigurationError
+from evener.hardware import accelerators
 from evener.strategies.dataset_view import Reading
 from evener.strategies.learner import Learner
 from evener.training.batches.evaluation_options import EvaluationOptions
@@ -75,6 +79,7 @@ def examine(
     keep: Callable[[Tree, Tree], Tree] | None = None,
     measured: bool = True,
     everywhere: bool = False,
+    batches: int | None = None,
 ) -> EvaluationResult:
     """Computes the task's loss and metrics over ``dataset``, the same on every rank, and keeps data from the same
     forward passes. A collective call.
@@ -83,13 +88,14 @@ def examine(
         keep: Maps the outputs and targets of a forward pass to the data to keep. If None, nothing is kept.
         measured: Whether the dataset has targets; without them there are no metrics.
         everywhere: Whether every rank gets the kept data.
+        batches: The number of batches to read, from the beginning; None for all.
     """
     check_dataset(dataset, "the dataset")
     dataset = as_dataset(dataset)
     accumulators, samples = _accumulators(learner) if measured else {}, 0
     pieces: list[Piece] = []
     with evaluating(learner.model):
-        for micro, outputs in _forward(learner, dataset, options):
+        for micro, outputs in _forward(learner, dataset, options, batches):
             samples += micro.size
             if _speaks(learner):
                 if measured:
@@ -110,6 +116,18 @@ def examine(
     values = {name: accumulator.compute() for name, accumulator in accumulators.items()}
     ordered = None if keep is None else _in_order(learner, pieces, everywhere)
     return EvaluationResult(_named_values(values), sum(count for count, _ in all_parts), ordered)
+
+
+def try_evaluation(learner: Learner, dataset: Dataset[Any], options: EvaluationOptions) -> None:
+    """Evaluates the first batch, so that what is wrong with a metric or the evaluation set is found before training,
+    and not after an epoch of it. A collective call.
+
+    A stream is left alone, because it may not begin anew.
+    """
+    if not isinstance(dataset, IterableDataset):
+        devices = accelerators.generators_kept(learner.session.device)
+        with generators_kept(), devices, forward_state_kept(learner.model):
+            examine(learner, dataset, replace(options, workers=0), batches=1)
 
 
 def examine_both(learner: Learner, dataset: Dataset[Any], options: EvaluationOptions) -> EvaluationResult:
@@ -188,9 +206,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _forward(
-    learner: Learner, dataset: Dataset[Any], options: EvaluationOptions
+    learner: Learner, dataset: Dataset[Any], options: EvaluationOptions, batches: int | None
 ) -> Iterator[tuple[MicroBatch, Tree]]:
-    """Yields this rank's micro-batches with their outputs, each within its own micro-batch scope."""
+    """Yields this rank's micro-batches, of the first ``batches`` or of all, with their outputs, each within its own
+    micro-batch scope."""
     reading = Reading.from_learner(learner, dataset, "evaluation set")
     weights = options.weights if reading.balanced else None
     balancer = Fixed(weights) if weights else Equal(reading.ranks)
@@ -215,8 +234,9 @@ def _forward(
     )
     announcer = Announcer(learner.session.rank)
     with loader:
-        for batch in loader:
-            announcer.tell(batch)
+        for batch in islice(loader, batches):
+            if batches is None:
+                announcer.tell(batch)
             for micro in map(learner.cut.evaluated, batch.micro_batches):
                 with learner.micro_scope(micro, 0):
                     yield micro, learner.outputs(micro)

@@ -28,6 +28,7 @@ from evener.distributed.signals import Deferral, asked, check, deferring, last_w
 from evener.errors import InterruptedRunError, RankError
 from evener.nn.fqn import clean_name
 from evener.training.engine import Engine
+from evener.training.evaluation import try_evaluation
 from evener.training.lifecycle.callback import Callback
 from evener.training.lifecycle.early_stop import Stopping
 from evener.training.lifecycle.handover import CarriedState, RestartWithStateError, succession
@@ -229,6 +230,7 @@ class Run:
             Saving(engine, self._config, run_dir / CHECKPOINTS, stop, self._best, **kept) if run_dir else None
         )
         stopping, progress = Stopping(engine), engine.progress
+        self._try_evaluation()
         if progress.epoch and not progress.position and not self._is_evaluated():
             self._evaluate(saving, progress.epoch - 1)  # the run ended before or during the evaluation
             stopping.evaluated()
@@ -266,6 +268,13 @@ class Run:
             self._evaluate(saving)
         if saving is not None:
             saving.followed()
+
+    def _try_evaluation(self) -> None:
+        """Evaluates one batch before the first step. Ranks that take over what others had in memory do not."""
+        engine, dataset = self._engine, self._task.evaluate
+        if dataset is not None and not engine.progress.steps:
+            with self._session.watchdog.phase("trial of the evaluation", step=0):
+                try_evaluation(engine.learner, dataset, engine.feed.evaluation_options(0))
 
     def _evaluate(self, saving: Saving | None, epoch: int | None = None) -> None:
         """Evaluates after ``epoch`` if ``evaluate_every`` says so. Always evaluates if ``epoch`` is None, at the end of
