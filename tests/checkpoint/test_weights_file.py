@@ -21,6 +21,9 @@ from tests import tasks
 from tests.checkpoint.test_checkpoint import Odd, trained
 from tests.engines import assert_same, engine_of
 
+# torch 2.15 says that it looks through a sparse tensor.
+pytestmark = pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
+
 
 def saved(engine: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in engine.learner.tensors().items()}
