@@ -255,3 +255,12 @@ def test_what_is_refused_names_the_way_out(tmp_path: Path) -> None:
     given = {"model": classifier(1), "data_collator": answers}
     with pytest.raises(ConfigurationError, match="are for regression: leave it out"):
         trainer(str(tmp_path), {"processes": 1}, label_smoothing_factor=0.1, given=given)
+
+
+def test_ranks_train_a_model_that_comes_in_evaluation_mode() -> None:
+    """``from_pretrained`` returns it so, with dropout off."""
+    from evener.integrations.transformers.model_init import copied
+
+    given = mixture().eval().requires_grad_(False)
+    assert all(module.training for module in copied(given, deterministic=False).modules())
+    assert not given.training

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from evener.components.build import explaining_model_errors
+from evener.components.modes import begin_training
 from evener.components.sharded_tensor.local import local
 from evener.components.sharded_tensor.shard_spec import set_shard_spec, shard_spec
 from evener.core.task.task import Task
@@ -36,7 +37,7 @@ from evener.torch_internals.modules import own_buffers, own_parameters
 
 
 def build_model(task: Task, seed: int) -> nn.Module:
-    """Builds the task's model with random numbers from ``seed``.
+    """Builds the task's model with random numbers from ``seed``, in training mode.
 
     Raises:
         TaskError: If the task returns no module, or a module with lazy parameters, whose shapes are not known yet.
@@ -47,6 +48,7 @@ def build_model(task: Task, seed: int) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TaskError(f"Task.model returned {type(model).__name__}; it must return a torch.nn.Module")
     _check_shapes(model)
+    begin_training(model)
     return name_dropouts(model)
 
 

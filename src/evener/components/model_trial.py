@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from evener.components.modes import modes_kept
 from evener.components.sharded_tensor.local import changeable, local
 from evener.hardware import accelerators
 from evener.torch_internals.dispatch import DispatchMode, written
@@ -187,19 +188,15 @@ def _address(tensor: Tensor) -> int:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Puts the model in evaluation mode, and adds noise to parameters of equal elements, for the block. Restores all of
     it, buffers and random states included."""
-    modes = [module for module in model.modules() if module.training]
     with ExitStack() as stack:
         stack.enter_context(accelerators.generators_kept(*accelerators.all_of_process()))
         stack.enter_context(buffers_kept(model))
         for name, parameter in model.named_parameters():
             if _hides(local(parameter.detach())):
                 _fill(name, changeable(parameter, stack))
-        try:
-            model.eval()
-            yield
-        finally:
-            for module in modes:
-                module.training = True
+        stack.enter_context(modes_kept(model))  # before parameters, which a change of mode may read
+        model.eval()
+        yield
 
 
 def _hides(tensor: Tensor) -> bool:

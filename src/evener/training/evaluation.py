@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 from evener.balance.base import Equal, Fixed
 from evener.components.loss_trial import try_metrics
 from evener.components.model_trial import forward_state_kept
+from evener.components.modes import modes_kept
 from evener.core.losses import Accumulator, metric
 from evener.core.records import EvaluationRecord
 from evener.core.task.validation import as_dataset, check_dataset
@@ -195,14 +196,10 @@ def _speaks(learner: Learner) -> bool:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Puts the model into evaluation mode without gradients, and afterwards restores the mode of each module."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with modes_kept(model):
+        model.eval()
         with torch.no_grad():
             yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _forward(

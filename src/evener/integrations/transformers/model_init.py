@@ -39,7 +39,7 @@ def copied(model: nn.Module, deterministic: bool) -> nn.Module:
     config: Any = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False):
         _known(type(model), config)
-    return copy.deepcopy(model)
+    return copy.deepcopy(model).train()  # as transformers' Trainer does
 
 
 def _known(kind: type[nn.Module], config: Any) -> None:

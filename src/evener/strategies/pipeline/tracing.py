@@ -29,6 +29,7 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
+from evener.components.modes import modes_kept
 from evener.errors import TaskError
 from evener.strategies.pipeline.side_effects import OnlyProxies, nothing_changed, nothing_drawn, places_of
 from evener.torch_internals.autograd import applied
@@ -63,13 +64,9 @@ def read_both(model: nn.Module, arguments: Arguments | None, named: Sequence[str
 @contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """Puts the model in training or evaluation mode inside the block."""
-    before = {module: module.training for module in model.modules()}
-    model.train(training)
-    try:
+    with modes_kept(model):
+        model.train(training)
         yield
-    finally:
-        for module, was in before.items():
-            module.training = was
 
 
 def _read(model: nn.Module, arguments: Arguments | None, named: Sequence[str]) -> fx.Graph:
