@@ -180,8 +180,8 @@ def trial_of(
         def part(tree: Tree) -> Tree:
             return map_leaves(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, tree)
 
-        own = Scope(scope.samples[start:stop], scope.step, scope.seed, 1, _ask_for_others, scope.sequence)
-        with torch.no_grad(), apart(), resumed(own), _Alone():
+        own = Scope(scope.samples[start:stop], scope.step, scope.seed, 1, ask_for_others, scope.sequence)
+        with torch.no_grad(), apart(), resumed(own), WithoutMessages():
             found = terms(part(outputs), part(micro.targets))
             return float(found.total), float(found.count)
 
@@ -199,18 +199,19 @@ def trial_of(
     return SumTrial(totals, counts, (half, samples - half))
 
 
-def _ask_for_others() -> None:
+def ask_for_others() -> None:
+    """Ends a trial that asks for the other ranks."""
     raise _AsksForOthersError
 
 
-class _Alone(DispatchMode):
+class WithoutMessages(DispatchMode):
     """Lets no message be sent: other ranks may not try the loss at the same time."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-            _ask_for_others()
+            ask_for_others()
         return func(*args, **(kwargs or {}))
 
 

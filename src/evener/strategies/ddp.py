@@ -52,6 +52,7 @@ from evener.strategies.exact_sums import add_block, exact_gradients
 from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
 from evener.strategies.reducer import is_apart, zeros_of
+from evener.strategies.sample_trial import SampleTrial
 from evener.strategies.single import NoSync
 from evener.strategies.steppers.oom_retry import plain_or_piecewise, wants_pieces
 from evener.strategies.sync_batch_norm import normalize_together
@@ -80,7 +81,9 @@ class Ddp(Strategy):
         return summing_afterwards(learner) if wants_pieces(learner) else summing(learner)
 
     def stepper(self, learner: Learner) -> Stepper:
-        return plain_or_piecewise(learner)
+        stepper = plain_or_piecewise(learner)
+        stepper.trial = SampleTrial(learner)
+        return stepper
 
 
 def summing(learner: Learner) -> Synchronizer:

@@ -17,6 +17,7 @@ from evener.nn.attention_dispatch import attending
 from evener.strategies.exact_sums import begin_step
 from evener.strategies.interfaces import StepOutcome, Stepper
 from evener.strategies.learner import Learner
+from evener.strategies.sample_trial import SampleTrial
 from evener.torch_internals.autograd import version
 
 
@@ -28,9 +29,14 @@ class Plain(Stepper):
         self._start: tuple[Any, Tensor, int] | None = None
         """What the gradient of the last loss was made of, that gradient, and its version."""
 
+        self.trial: SampleTrial | None = None
+        """Tries, in the first step, whether the model mixes samples."""
+
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
         learner, synchronizer = self._learner, self._learner.synchronizer
         begin_step(learner)
+        if self.trial is not None:
+            self.trial.run(batch)
         before = learner.loose_buffers.versions()
         with learner.work_timer.step(step):
             totals = self._passes(batch.micro_batches, divisor, step)
