@@ -80,3 +80,27 @@ def test_what_a_forward_leaves_behind_is_taken_back() -> None:
     assert not hasattr(model, "last")
     for tensor, value in ((model.weight, 1.0), (model.frozen, 1.0), (model.seen, 0.0)):
         assert torch.equal(tensor.detach(), torch.full((3,), value))
+
+
+class RegistersOnce(nn.Module):
+    """Registers a hook in its first forward pass, and notes that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.is_ready = nn.Linear(2, 2), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            self.layer.register_forward_hook(lambda module, inputs, outputs: outputs + 1)
+            self.is_ready = True
+        found: Tensor = self.layer(x)
+        return found
+
+
+def test_a_hook_that_a_first_pass_registers_is_registered_once() -> None:
+    torch.manual_seed(0)
+    model, x = RegistersOnce(), torch.randn(3, 2)
+    with state_kept(model):
+        model(x)
+    assert not model.layer._forward_hooks
+    torch.testing.assert_close(model(x), x @ model.layer.weight.T + model.layer.bias + 1)

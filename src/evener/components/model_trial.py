@@ -39,6 +39,7 @@ _MODELS = ("evener.tools.conformance.", "evener.training.builtin_tasks.")
 """Models that come with Evener are as those of a user."""
 _LIBRARIES = ("torch.", "evener.", "builtins.", "typing.", "abc.")
 _OF_MODULES = vars(nn.Module()).keys()
+_HOOKS = [name for name, value in vars(nn.Module()).items() if "hooks" in name and isinstance(value, dict)]
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 
 
@@ -100,8 +101,8 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """Restores buffers, parameters, and the attributes of modules whose code is the user's, after the block. Other
-    code, such as a strategy's, may count messages, which must not be forgotten."""
+    """Restores buffers, parameters, hooks, and the attributes of modules whose code is the user's, after the block.
+    Other code, such as a strategy's, may count messages, which must not be forgotten."""
     saving = _Saving(model.parameters())
     try:
         with forward_state_kept(model), saving:
@@ -113,8 +114,24 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def forward_state_kept(model: nn.Module) -> Iterator[None]:
     """Does the same as :func:`state_kept` for forward passes in evaluation, which write to no parameters."""
-    with attributes_kept(module for module in model.modules() if _is_users(module)), buffers_kept(model):
+    with attributes_kept(module for module in model.modules() if _is_users(module)):
+        with buffers_kept(model), _hooks_kept(model):
+            yield
+
+
+@contextmanager
+def _hooks_kept(model: nn.Module) -> Iterator[None]:
+    """Restores the hooks of all modules after the block. A model of ``transformers`` registers some in its first
+    forward pass, and notes that in an attribute."""
+    held = [vars(module)[name] for module in model.modules() for name in _HOOKS if name in vars(module)]
+    before = [(hooks, dict(hooks)) for hooks in held]
+    try:
         yield
+    finally:
+        for hooks, were in before:
+            if hooks != were:
+                hooks.clear()
+                hooks.update(were)
 
 
 @contextmanager
