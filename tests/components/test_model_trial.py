@@ -104,3 +104,24 @@ def test_a_hook_that_a_first_pass_registers_is_registered_once() -> None:
         model(x)
     assert not model.layer._forward_hooks
     torch.testing.assert_close(model(x), x @ model.layer.weight.T + model.layer.bias + 1)
+
+
+class Converting(nn.Module):
+    """Converts its layer in each forward pass, as routers of ``transformers`` do in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer.to(torch.float32)(x)
+        return found
+
+
+def test_a_type_that_a_pass_changes_is_as_before() -> None:
+    model = Converting()
+    before = model.layer.weight.detach().clone()
+    with state_kept(model):
+        model(torch.randn(3, 2))
+    assert model.layer.weight.dtype == torch.bfloat16
+    assert torch.equal(model.layer.weight, before)

@@ -39,7 +39,7 @@ _MODELS = ("evener.tools.conformance.", "evener.training.builtin_tasks.")
 """Models that come with Evener are as those of a user."""
 _LIBRARIES = ("torch.", "evener.", "builtins.", "typing.", "abc.")
 _OF_MODULES = vars(nn.Module()).keys()
-_HOOKS = [name for name, value in vars(nn.Module()).items() if "hooks" in name and isinstance(value, dict)]
+_HOOKS = [name for name in _OF_MODULES if name.endswith(("forward_hooks", "forward_pre_hooks", "backward_hooks"))]
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 
 
@@ -115,7 +115,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 def forward_state_kept(model: nn.Module) -> Iterator[None]:
     """Does the same as :func:`state_kept` for forward passes in evaluation, which write to no parameters."""
     with attributes_kept(module for module in model.modules() if _is_users(module)):
-        with buffers_kept(model), _hooks_kept(model):
+        with buffers_kept(model), _hooks_kept(model), _types_kept(model):
             yield
 
 
@@ -132,6 +132,20 @@ def _hooks_kept(model: nn.Module) -> Iterator[None]:
             if hooks != were:
                 hooks.clear()
                 hooks.update(were)
+
+
+@contextmanager
+def _types_kept(model: nn.Module) -> Iterator[None]:
+    """Restores the types of parameters after the block: a forward pass may call ``to`` of a layer."""
+    before = [
+        (parameter, parameter.data) for parameter in model.parameters() if type(parameter) is nn.Parameter
+    ]
+    try:
+        yield
+    finally:
+        for parameter, data in before:
+            if parameter.dtype != data.dtype:
+                parameter.data = data
 
 
 @contextmanager
