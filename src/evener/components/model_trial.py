@@ -39,7 +39,8 @@ _MODELS = ("evener.tools.conformance.", "evener.training.builtin_tasks.")
 """Models that come with Evener are as those of a user."""
 _LIBRARIES = ("torch.", "evener.", "builtins.", "typing.", "abc.")
 _OF_MODULES = vars(nn.Module()).keys()
-_HOOKS = [name for name in _OF_MODULES if name.endswith(("forward_hooks", "forward_pre_hooks", "backward_hooks"))]
+_HOOKS = [name for name in _OF_MODULES if "hooks" in name and "state_dict" not in name]
+"""FSDP2 registers its hooks on state in the first forward pass, and only once."""
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 
 
@@ -114,9 +115,9 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def forward_state_kept(model: nn.Module) -> Iterator[None]:
     """Does the same as :func:`state_kept` for forward passes in evaluation, which write to no parameters."""
-    with attributes_kept(module for module in model.modules() if _is_users(module)):
-        with buffers_kept(model), _hooks_kept(model), _types_kept(model):
-            yield
+    attributes = attributes_kept(module for module in model.modules() if _is_users(module))
+    with attributes, buffers_kept(model), _hooks_kept(model), _types_kept(model):
+        yield
 
 
 @contextmanager
