@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from evener.core.config.run_config import RunConfig
+from evener.core.phase_marks import process_watchdogs
 from evener.distributed.environment import Environment
-from evener.distributed.session import Session, current_watchdog, threads_per_rank
+from evener.distributed.session import Session, agent_watchdog, current_watchdog, threads_per_rank
 from evener.errors import ConfigurationError, RankError, RankTimeoutError
 
 
@@ -169,3 +173,26 @@ def test_a_rank_that_never_starts_ends_the_wait() -> None:
         Session(device="cpu", environment=place, timeout_seconds=0.1),
     ):
         pass
+
+
+@pytest.fixture
+def launched() -> Iterator[None]:
+    """Makes this process that of a launcher with a limit of 7 seconds."""
+    watchdog = agent_watchdog(Environment(), timeout_seconds=7)
+    yield
+    watchdog.close()
+    process_watchdogs.remove(watchdog)
+
+
+@pytest.mark.usefixtures("launched")
+def test_the_limit_of_the_launcher_holds_where_none_was_given() -> None:
+    sent = pickle.loads(pickle.dumps(RunConfig()))  # as the launcher sends settings to its ranks
+    for session in (Session(device="cpu"), Session(device="cpu", timeout_seconds=sent.timeout_seconds)):
+        with session:
+            assert session.watchdog.timeout_seconds == 7
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_limit_that_was_given_holds_even_if_it_is_as_long_as_the_default() -> None:
+    with Session(device="cpu", timeout_seconds=float(RunConfig().timeout_seconds)) as session:
+        assert session.watchdog.timeout_seconds == 300

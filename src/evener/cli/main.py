@@ -171,7 +171,7 @@ def _limit_seconds(parsed: argparse.Namespace) -> float:
     """Returns the time limit for the process to end, in seconds: ``--timeout-seconds`` if it is valid, else the
     default.
     """
-    from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
+    from evener.core.config.time_limit import TIMEOUT_SECONDS
 
     given = getattr(parsed, "timeout_seconds", None)
     return given if given is not None and math.isfinite(given) and given > 0 else TIMEOUT_SECONDS

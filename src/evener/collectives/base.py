@@ -30,8 +30,8 @@ from torch.utils.weak import WeakIdRef
 
 from evener.collectives.missing_ranks import RollCall
 from evener.collectives.sparse import is_native, sum_gathered
+from evener.core.config.time_limit import TIMEOUT_SECONDS
 from evener.core.half_precision import is_half
-from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
 from evener.torch_internals.dispatch import is_fake
 
 Key = Hashable

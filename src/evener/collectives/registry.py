@@ -30,8 +30,8 @@ from evener.collectives.tuning.auto import measured
 from evener.collectives.tuning.measure import device_of
 from evener.core import plugins
 from evener.core.call_by_name import called_with
+from evener.core.config.time_limit import TIMEOUT_SECONDS
 from evener.distributed.hosts import all_gather, hosts_of
-from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
 from evener.errors import ConfigurationError
 
 _TREE_NBYTES = 512 * 1024

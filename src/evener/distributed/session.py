@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
+from evener.core.config.time_limit import TIMEOUT_SECONDS, DefaultLimit
 from evener.core.phase_marks import process_watchdogs
 from evener.distributed import loopback
 from evener.distributed.backends import backend_of, library_of
@@ -43,7 +44,7 @@ from evener.distributed.preflight import JoinTerms, agree
 from evener.distributed.recovery.deferred_free import bury
 from evener.distributed.recovery.replacement import RecalledError, Start
 from evener.distributed.restart_count import advance_to, generation, next_name
-from evener.distributed.watchdog.watchdog import BACKSTOP_SECONDS, TIMEOUT_SECONDS, Watchdog, current_watchdog
+from evener.distributed.watchdog.watchdog import BACKSTOP_SECONDS, Watchdog, current_watchdog
 from evener.errors import ConfigurationError, RankTimeoutError
 from evener.hardware.accelerators import count, has_float64
 from evener.hardware.async_read import is_late
@@ -164,7 +165,7 @@ class Session:
 
     def __enter__(self) -> Session:
         launched = current_watchdog()
-        if launched is not None and self.timeout_seconds == TIMEOUT_SECONDS:
+        if launched is not None and isinstance(self.timeout_seconds, DefaultLimit):
             self.timeout_seconds = launched.timeout_seconds
         with ExitStack() as stack:
             self._enter_threads(stack)

@@ -6,6 +6,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import numpy as np
 import pytest
 
 from evener.core.config.run_config import RunConfig
@@ -97,3 +98,10 @@ def test_the_help_names_every_strategy() -> None:
     for name, place in STRATEGIES.items():
         assert strategy_called(name).label == name
         assert issubclass(resolve_name(place), Strategy)
+
+
+def test_a_checkpoint_may_hold_the_settings() -> None:
+    plain = (bool, int, float, str, list, type(None))
+    kept = RunConfig(clip_norm=np.float64(2.0)).as_dict()
+    assert [name for name, value in kept.items() if type(value) not in plain] == []
+    assert (kept["timeout_seconds"], kept["clip_norm"]) == (300.0, 2.0)

@@ -27,8 +27,8 @@ from evener.collectives.executor.program import ElementRange, Program, ProgramRo
 from evener.collectives.executor.streams import Streams
 from evener.collectives.executor.worker import Worker
 from evener.collectives.schedules.schedule import Algorithm, Schedule, Topology
+from evener.core.config.time_limit import TIMEOUT_SECONDS
 from evener.distributed.hosts import hosts_of
-from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
 from evener.errors import EvenerError
 
 SEGMENT_NBYTES = 32 * 1024 * 1024

@@ -28,8 +28,8 @@ from torch import Tensor
 from evener.collectives.base import AllReduce, Done, Key, Work
 from evener.collectives.shared_memory.chunk_ring import SLOTS, Chunk, ChunkRing, check_carried, run
 from evener.collectives.shared_memory.in_place import InPlace, add_terms, slices_of
+from evener.core.config.time_limit import TIMEOUT_SECONDS
 from evener.distributed.shm.slots import ENTERED, LEFT, REDUCED, tag_of
-from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
 from evener.errors import ConfigurationError, EvenerError, RankError
 
 _SLICE_NBYTES = 256 * 1024  # part of a slot for each rank: slices of all ranks stay in a core's cache

@@ -29,8 +29,8 @@ from evener.collectives.base import AllReduce, Key, PieceKey, Promised, Work
 from evener.collectives.executor.streams import Streams
 from evener.collectives.executor.subgroup import subgroup
 from evener.collectives.executor.worker import Worker
+from evener.core.config.time_limit import TIMEOUT_SECONDS
 from evener.distributed.hosts import all_gather, destroy, hosts_of
-from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
 from evener.errors import ConfigurationError
 
 PART_NBYTES = 4 * 1024 * 1024

@@ -11,7 +11,7 @@ from torch import Tensor
 from evener.collectives.base import AllReduce, Key, Work
 from evener.collectives.tuning.measure import SIZES, measured_costs
 from evener.collectives.tuning.select import AllReduceChoice, MeasuredCosts, choose
-from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
+from evener.core.config.time_limit import TIMEOUT_SECONDS
 
 
 class Fastest(AllReduce):

@@ -31,4 +31,8 @@ def as_json(value: Any) -> Any:
         return [as_json(item) for item in value]
     if isinstance(value, Path):
         return shown(value)
+    if isinstance(value, float):
+        return float(
+            value
+        )  # without the type of a default limit, or of numpy: a checkpoint holds plain numbers alone
     return value if value is None or isinstance(value, str | int | float) else str(value)

@@ -18,6 +18,7 @@ from evener.core.config.offload import Offload
 from evener.core.config.option import as_json, option
 from evener.core.config.process_range import processes_of
 from evener.core.config.strategy_names import STRATEGIES
+from evener.core.config.time_limit import TIMEOUT_SECONDS
 from evener.core.config.validation import (
     as_path,
     at_least,
@@ -254,7 +255,7 @@ class RunConfig:
         1, "evaluate after every N epochs and at the end; 0: only at the end", metavar="N"
     )
     timeout_seconds: float = option(
-        300.0, "longest wait for other ranks before the run is ended", metavar="S"
+        TIMEOUT_SECONDS, "longest wait for other ranks before the run is ended", metavar="S"
     )
     run_dir: Path | None = option(
         None,

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import cloudpickle
 
 from evener.core.config.process_range import one_number
+from evener.core.config.time_limit import TIMEOUT_SECONDS
 from evener.distributed import loopback
 from evener.distributed.environment import (
     SHARED_CORES,
@@ -37,7 +38,6 @@ from evener.distributed.recovery.replacement import ALLOWED
 from evener.distributed.session import RUN_DIR, threads_per_rank
 from evener.distributed.signals import GRACE_SECONDS
 from evener.distributed.watchdog.store_health import LAUNCHER_PID
-from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
 from evener.errors import ConfigurationError
 from evener.torch_internals import interpreter
 

@@ -16,13 +16,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 
+from evener.core.config.time_limit import TIMEOUT_SECONDS
 from evener.distributed.environment import detect
 from evener.distributed.launch.launch import is_launched, resolve_processes, run_job
 from evener.distributed.launch.rendezvous import Rendezvous
 from evener.distributed.launch.scratch_dir import scratch
 from evener.distributed.launch.worker import Job
 from evener.distributed.session import RUN_DIR
-from evener.distributed.watchdog.watchdog import TIMEOUT_SECONDS
 from evener.errors import ConfigurationError
 from evener.files import PACKAGE
 from evener.torch_internals.ddp import groups_freed_last

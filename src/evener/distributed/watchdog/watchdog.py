@@ -34,6 +34,7 @@ from pathlib import Path
 
 from torch.distributed import Store
 
+from evener.core.config.time_limit import TIMEOUT_SECONDS
 from evener.core.phase_marks import process_watchdogs
 from evener.core.stacks import listen
 from evener.core.stdio import to_stderr
@@ -58,7 +59,6 @@ from evener.distributed.watchdog.stall import Stall, is_stalled
 from evener.distributed.watchdog.store_health import StoreHealth
 from evener.errors import EvenerError, RankError, RankTimeoutError
 
-TIMEOUT_SECONDS = 300.0
 BACKSTOP_SECONDS = 30.0
 """Other timeouts are this much longer than the watchdog's, whose report says more."""
 
