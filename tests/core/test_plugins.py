@@ -79,6 +79,17 @@ def test_a_module_that_cannot_be_imported_shows_its_own_error(
     assert f"no {what} is called" not in str(caught.value)
 
 
+def test_a_module_that_one_of_python_hides_is_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(directory)
+    (directory / "random.py").write_text("def task(): ...\n")
+    with pytest.raises(
+        ConfigurationError,
+        match=r"module random has no task; .* random\.py in the working directory is hidden by the module of the same "
+        r"name in /.*/random\.py: rename yours$",
+    ):
+        find("random:task", "task", "function", callable)
+
+
 def test_an_error_of_eveners_own_is_left_as_it_is(directory: Path) -> None:
     source = "from evener.errors import DataError\nraise DataError('no such file')\n"
     (directory / "reads_data.py").write_text(source)

@@ -96,11 +96,12 @@ def find(
     except AttributeError as cause:
         raise error(
             f"{what} {name!r}: module {module_name} has no {attribute}; {_candidates(module, kind, fits)}"
+            f"{_hidden(module)}"
         ) from cause
     if not fits(found):
         raise error(
             f"{what} {name!r}: {attribute} of module {module_name} is {kind_of(found)}, not a {kind}; "
-            f"{_candidates(module, kind, fits)}"
+            f"{_candidates(module, kind, fits)}{_hidden(module)}"
         )
     return found
 
@@ -165,6 +166,18 @@ def _candidates(module: ModuleType, kind: str, fits: Callable[[Any], bool]) -> s
         and str(getattr(value, "__module__", "")).startswith(module.__name__)
     )
     return f"of this kind it has {', '.join(names)}" if names else f"it has no {kind}"
+
+
+def _hidden(module: ModuleType) -> str:
+    """Returns a sentence if the working directory has a module of this name too, which Python does not find, because it
+    has imported another before; else empty."""
+    place = Path(*module.__name__.split("."))
+    known = getattr(module, "__file__", None)
+    for path in (place.with_suffix(".py"), place / "__init__.py"):
+        if path.is_file() and not (known is not None and Path(known).exists() and path.samefile(known)):
+            other = "that is built into Python" if known is None else f"in {known}"
+            return f". {path} in the working directory is hidden by the module of the same name {other}: rename yours"
+    return ""
 
 
 def kind_of(value: object) -> str:
