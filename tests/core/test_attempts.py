@@ -43,6 +43,15 @@ def test_what_cannot_be_written_ends_nothing(tmp_path: Path, obstacle: str) -> N
     assert other.read_text() == "mine"
 
 
+def test_the_umask_decides_who_may_append(tmp_path: Path) -> None:
+    before = os.umask(0o002)  # those of a group share the run
+    try:
+        append_attempt(tmp_path, SaveRecord(5, 0.25))
+    finally:
+        os.umask(before)
+    assert (tmp_path / ATTEMPTS).stat().st_mode & 0o777 == 0o664
+
+
 def test_a_fault_has_the_rank_that_its_error_names() -> None:
     late, other = RankTimeoutError("rank 0 waited"), RankError("rank 2 raised")
     late.rank = 1

@@ -75,7 +75,7 @@ def append_attempt(run_dir: Path, record: StartRecord | SaveRecord | FaultRecord
     line = (dumps(as_json(record)) + "\n").encode()
     with suppress(OSError):
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-        number = os.open(run_dir / ATTEMPTS, flags, 0o644)
+        number = os.open(run_dir / ATTEMPTS, flags, 0o666)  # as the other files: the umask decides
         try:
             os.write(number, line)
         finally:
