@@ -32,7 +32,6 @@ def as_json(value: Any) -> Any:
     if isinstance(value, Path):
         return shown(value)
     if isinstance(value, float):
-        return float(
-            value
-        )  # without the type of a default limit, or of numpy: a checkpoint holds plain numbers alone
+        # Without the type of a default limit, or of NumPy: a checkpoint holds plain numbers alone.
+        return float(value)
     return value if value is None or isinstance(value, str | int | float) else str(value)
