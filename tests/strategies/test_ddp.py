@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -188,6 +189,32 @@ def manual_on_a_stranger() -> str:
 def test_parameters_outside_of_the_model_are_refused(ranks: Any) -> None:
     for message in ranks(2).run(manual_on_a_stranger):
         assert "not of the task's model" in message
+
+
+class Converts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.last.to(torch.float32)(self.first(x).float())
+        return scores
+
+
+def convert_in_forward() -> str:
+    config = RunConfig(dtype="bfloat16", device="cpu", steps=2)
+    with Engine(replace(tasks.plain(), model=Converts), config) as engine:
+        try:
+            for batch in engine.batches():
+                engine.step(batch)
+        except TaskError as error:
+            return str(error)
+    return "nothing was said"
+
+
+def test_a_parameter_that_changes_its_type_is_refused(ranks: Any) -> None:
+    for message in ranks(2).run(convert_in_forward):
+        assert "last.weight was of torch.bfloat16" in message
 
 
 class Custom(Single):

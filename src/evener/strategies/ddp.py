@@ -51,7 +51,7 @@ from evener.strategies.base import Strategy
 from evener.strategies.exact_sums import add_block, exact_gradients
 from evener.strategies.interfaces import Stepper, StrategySettings
 from evener.strategies.learner import Learner
-from evener.strategies.reducer import is_apart, zeros_of
+from evener.strategies.reducer import check_types, is_apart, zeros_of
 from evener.strategies.sample_trial import SampleTrial
 from evener.strategies.single import NoSync
 from evener.strategies.steppers.oom_retry import plain_or_piecewise, wants_pieces
@@ -122,6 +122,7 @@ class DdpSum(PostBackwardSum):
     def wrap(self, replica: nn.Module) -> nn.Module:
         with self._learner.trained.as_at_first():
             self._ddp = self._wrapped(replica)
+        self._types = {p: p.dtype for p in self._trained}
         self._watch()  # the first step, of which nothing is known yet
         # The lambda has no annotations: DDP would compare them with classes, and here annotations are strings.
         self._ddp.register_comm_hook(self._hook, lambda hook, bucket: hook(bucket))
@@ -213,6 +214,7 @@ class DdpSum(PostBackwardSum):
         the reducer. A gradient from an earlier micro-batch stays, because zero is added to it. Parameters frozen since
         the start get zeros too, and their gradients are then dropped.
         """
+        check_types(self._learner.names, self._types)
         unfilled = [p for p in self._trained if not self._reached.has(p)]
         given = self._learner.exact.given if self._learner.exact is not None else ()
         missing = tuple(name for name in self._without_gradient(unfilled) if name not in given)

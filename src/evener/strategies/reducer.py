@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from evener.components.sharded_tensor.local import local
 from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.components.trainable import check_trained_alike
 from evener.distributed.mesh import DIVIDING_TERMS
-from evener.errors import ConfigurationError
+from evener.errors import ConfigurationError, TaskError
 from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import waiting
 from evener.strategies.learner import Learner
@@ -109,6 +109,22 @@ def is_apart(parameter: nn.Parameter) -> bool:
     needs no sum."""
     piece = shard_spec(parameter)
     return piece is not None and any(axis in DIVIDING_TERMS for axis in piece.axes)
+
+
+def check_types(names: Mapping[nn.Parameter, str], types: Mapping[nn.Parameter, torch.dtype]) -> None:
+    """Checks that parameters are of the types that they had. With another one, autograd forgets the hooks on a
+    parameter, by which its gradient is summed.
+
+    Raises:
+        TaskError: If a forward pass has changed a type.
+    """
+    for parameter, was in types.items():
+        if parameter.dtype != was:
+            raise TaskError(
+                f"{names[parameter]} was of {was}, and the forward pass has made it one of {parameter.dtype}, of which "
+                "ranks sum no gradient: use precision='bf16', with weights of float32, or convert a copy in each "
+                "pass, as in F.linear(x.float(), layer.weight.float())"
+            )
 
 
 def zeros_of(parameter: Tensor, sparse: bool) -> Tensor:
