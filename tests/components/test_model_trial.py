@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -104,6 +105,26 @@ def test_a_hook_that_a_first_pass_registers_is_registered_once() -> None:
         model(x)
     assert not model.layer._forward_hooks
     torch.testing.assert_close(model(x), x @ model.layer.weight.T + model.layer.bias + 1)
+
+
+@pytest.mark.parametrize(("home", "stays"), [("evener.strategies.one", True), ("mine", False)])
+def test_hooks_of_a_strategy_are_its_own(home: str, stays: bool) -> None:
+    """It may exchange them in the first pass. Those of the user's code are as before."""
+
+    def before(module: nn.Module, inputs: Any) -> None:
+        first.remove()
+        model.register_forward_hook(after, with_kwargs=True)
+
+    def after(module: nn.Module, inputs: Any, named: Any, outputs: Tensor) -> None:
+        pass
+
+    before.__module__ = after.__module__ = home
+    model = nn.Linear(2, 2)
+    first = model.register_forward_pre_hook(before)
+    with state_kept(model):
+        model(torch.randn(1, 2))
+    found = len(model._forward_pre_hooks), len(model._forward_hooks), len(model._forward_hooks_with_kwargs)
+    assert found == ((0, 1, 1) if stays else (1, 0, 0))
 
 
 class Converting(nn.Module):

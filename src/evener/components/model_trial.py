@@ -15,6 +15,7 @@ import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +40,7 @@ _MODELS = ("evener.tools.conformance.", "evener.training.builtin_tasks.")
 """Models that come with Evener are as those of a user."""
 _LIBRARIES = ("torch.", "evener.", "builtins.", "typing.", "abc.")
 _OF_MODULES = vars(nn.Module()).keys()
-_HOOKS = [name for name in _OF_MODULES if "hooks" in name and "state_dict" not in name]
-"""FSDP2 registers its hooks on state in the first forward pass, and only once."""
+_HOOKS = [name for name, value in vars(nn.Module()).items() if "hooks" in name and isinstance(value, dict)]
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 
 
@@ -122,17 +122,27 @@ def forward_state_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _hooks_kept(model: nn.Module) -> Iterator[None]:
-    """Restores the hooks of all modules after the block. A model of ``transformers`` registers some in its first
-    forward pass, and notes that in an attribute."""
+    """Restores the hooks of all modules whose code is the user's after the block. A model of ``transformers`` registers
+    some in its first forward pass, and notes that in an attribute; so does a strategy, whose hooks stay."""
     held = [vars(module)[name] for module in model.modules() for name in _HOOKS if name in vars(module)]
     before = [(hooks, dict(hooks)) for hooks in held]
     try:
         yield
     finally:
-        for hooks, were in before:
-            if hooks != were:
+        both = [(hooks, were, {**were, **hooks}) for hooks, were in before]
+        own = {number for *_, known in both for number, hook in known.items() if _is_users_hook(hook)}
+        for hooks, were, known in both:
+            if (hooks.keys() ^ were.keys()) & own:
+                kept = {n: hook for n, hook in known.items() if n in (were if n in own else hooks)}
                 hooks.clear()
-                hooks.update(were)
+                hooks.update(kept)
+
+
+def _is_users_hook(hook: Any) -> bool:
+    """Returns False for a hook of a library, and for the notes that PyTorch keeps of hooks by their numbers."""
+    function = hook.func if isinstance(hook, partial) else hook
+    home = f"{getattr(function, '__module__', None) or 'builtins'}."
+    return callable(function) and (home.startswith(_MODELS) or not home.startswith(_LIBRARIES))
 
 
 @contextmanager
