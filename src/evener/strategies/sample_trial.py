@@ -119,7 +119,14 @@ class SampleTrial:
 
         own = Scope(micro.samples[: len(rows)], 0, learner.settings.seed, 1, ask_for_others)
         with apart(), undisturbed(model), training_without_dropout(model, trains), state_kept(model):
-            with seeded(_SEED, device), resumed(own), WithoutMessages(), torch.enable_grad():
+            # With gradients, blocks that are recomputed would take these for their first calls.
+            has_gradients = learner.settings.recompute is None
+            with (
+                seeded(_SEED, device),
+                resumed(own),
+                WithoutMessages(),
+                torch.set_grad_enabled(has_gradients),
+            ):
                 found = learner.task.forward(model, map_leaves(chosen, micro.inputs))
                 drawn = accelerators.generator_states(device)
             return [(name, _plain(leaf)) for name, leaf in named_leaves(found, "outputs")], drawn
