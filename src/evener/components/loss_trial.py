@@ -29,6 +29,7 @@ from evener.core.losses import Loss, Sum
 from evener.core.losses.torch_losses import TorchLoss
 from evener.core.types import Tree
 from evener.data.batch import MicroBatch, map_leaves
+from evener.distributed import signals as interrupt
 from evener.errors import LossError
 from evener.hardware.generators import all_kept
 from evener.nn.context import Scope, current, resumed
@@ -192,6 +193,7 @@ def trial_of(
                 terms_of, [(0, samples), (0, half), (half, samples), (0, samples)]
             )
         except Exception:  # of the user's code, which will say so itself where it cannot compute a batch
+            interrupt.check()
             return None
     if whole != again or not all(map(math.isfinite, (*whole, *first, *second))):
         return None

@@ -26,6 +26,7 @@ from evener.components.microbatches import by_samples
 from evener.components.model_trial import state_kept, training_without_dropout, undisturbed
 from evener.core.types import Tree
 from evener.data.batch import Batch, MicroBatch, map_leaves, named_leaves
+from evener.distributed import signals as interrupt
 from evener.hardware import accelerators
 from evener.hardware.generators import seeded
 from evener.nn.context import Scope, resumed
@@ -91,6 +92,7 @@ class SampleTrial:
             again, _ = self._outputs(micro, first)
             fewer, _ = self._outputs(micro, first[:-1])
         except Exception:  # of the user's code, which will say so itself where it cannot compute a batch
+            interrupt.check()
             return None
         if self._moved(whole, again, half):
             return None
