@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +20,8 @@ from evener.components.loss_trial import SumTrial, check_loss, try_metrics
 from evener.components.model_with_loss import Replica
 from evener.core.losses import Loss, SumLoss, exact
 from evener.data.batch import MicroBatch
-from evener.errors import LossError
+from evener.distributed import signals
+from evener.errors import InterruptedRunError, LossError
 from evener.nn import data_group
 from evener.nn.context import scope
 from tests import tasks
@@ -50,6 +52,20 @@ def step(loss: Any, samples: int = 6, model: nn.Module | None = None, weight: in
     with scope(numbers, 1, 0, weight):
         replica(micro).backward()
     return replica
+
+
+def test_a_signal_that_comes_within_a_trial_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a handler does, it raises wherever the main thread is, and is remembered."""
+    stop = InterruptedRunError("stopped", signal.SIGTERM)
+
+    def stopped_in_the_trial(outputs: Tensor, targets: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            monkeypatch.setattr(signals, "_asked", stop)
+            raise stop
+        return in_sum(outputs, targets)
+
+    with pytest.raises(InterruptedRunError, match="stopped"):
+        step(evener.loss(stopped_in_the_trial))
 
 
 @pytest.mark.parametrize("count", [None, lambda targets: 1 + (targets > 0).sum()])
