@@ -54,7 +54,7 @@ class Rehearsal:
             "--rdzv-id",
             "growing",
         )
-        conf = ("--rdzv-conf", "last_call_timeout=1", "--processes", "1")
+        conf = ("--rdzv-conf", "last_call_timeout=3", "--processes", "1")
         return self.start(task, "--nnodes", "1:3", *meeting, *conf, *options)
 
     def start(self, task: str, *options: str) -> Any:
