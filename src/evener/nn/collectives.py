@@ -296,7 +296,7 @@ def enter(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 class _Mapped(torch.autograd.Function):
     """Applies ``there`` in forward and ``back`` in backward. Each of the two is the adjoint of the other, so that the
-    backward of ``back`` is ``there``: gradients can be differentiated again, as often as anybody likes."""
+    backward of ``back`` is ``there``: gradients can be differentiated any number of times."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Map, back: Map) -> Tensor:

@@ -15,8 +15,8 @@ keys and values go around once more. The weights of each tile are recomputed fro
 rank holds its own piece, one travelling piece, and one tile of scores. Tiles that a causal mask hides entirely are
 skipped.
 
-Gradients that are to be differentiated again are computed from all keys at once (:func:`_to_gathered`), so that a rank
-then holds the scores of its queries with all keys.
+Gradients that are to be differentiated again are those of :mod:`evener.nn.ulysses`, which computes the same by
+operations that autograd knows. It needs at least as many heads of keys as ranks, and holds whole rows of scores.
 
 Sums are kept in float32, or in float64 for float64 inputs.
 """
@@ -29,11 +29,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from evener.nn.collectives import all_gather
 from evener.nn.collectives_no_grad import shifting
 from evener.nn.second_derivatives import differentiable_gradients
 from evener.nn.sequence_layout import DividedSequence
+from evener.nn.ulysses import ulysses_attention
 
 _TILE = 1024
 """The maximum number of queries, and of keys, in a tile: the scores of one tile are held at once."""
@@ -93,9 +94,10 @@ class _Ring(torch.autograd.Function):
         if torch.is_grad_enabled():
 
             def again(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                return _to_gathered(q, k, v, bias, ctx.causal, ctx.scale, ctx.sequence)
+                return ulysses_attention(q, k, v, bias, ctx.causal, ctx.scale, ctx.sequence)
 
-            found = differentiable_gradients(again, (q, k, v), ctx.needs_input_grad, gradient)
+            with sdpa_kernel(SDPBackend.MATH):  # PyTorch's other kernels have no second derivatives
+                found = differentiable_gradients(again, (q, k, v), ctx.needs_input_grad, gradient)
             return *found, None, None, None, None
         given = _grouped(gradient, k.shape[1])
         shared = _Shared(_grouped(q, k.shape[1]), given, log_sum, (given * output).sum(-1), ctx.scale)
@@ -107,33 +109,6 @@ class _Ring(torch.autograd.Function):
             home.send(dk, dv)
         dk, dv = home.arrive()
         return dq.flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
-
-
-def _to_gathered(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-    sequence: DividedSequence,
-) -> Tensor:
-    """Computes :func:`ring_attention` by operations that autograd knows, with the keys and scores of all ranks at
-    once."""
-
-    def gathered(x: Tensor) -> Tensor:
-        return _summed_in(all_gather(x, sequence.group, 2, sequence.sizes))
-
-    scores = _product(_grouped(q, k.shape[1]) * scale, gathered(k).mT)
-    if bias is not None:
-        scores = scores + gathered(bias[:, None, :, None])[:, :, None, None, :, 0]
-    if causal:
-        of_keys = torch.tensor([n for piece in sequence.pieces for chunk in piece for n in chunk])
-        after = of_keys > sequence.positions()[:, None]
-        scores = scores.masked_fill(after.to(q.device), -math.inf)
-    sees_none = scores.amax(-1, keepdim=True) == -math.inf
-    weights = scores.masked_fill(sees_none, 0).softmax(-1).masked_fill(sees_none, 0)
-    return _product(weights, gathered(v)).flatten(1, 2).to(q.dtype)
 
 
 class _Tile(NamedTuple):

@@ -25,10 +25,9 @@ from evener.core.records import EvaluationRecord
 from evener.core.task.validation import as_dataset, check_dataset
 from evener.core.types import Tree
 from evener.data.batch import MicroBatch, map_leaves
-from evener.data.fingerprint import generators_kept
 from evener.data.loader import Loader
 from evener.errors import ConfigurationError
-from evener.hardware import accelerators
+from evener.hardware.generators import all_kept
 from evener.strategies.dataset_view import Reading
 from evener.strategies.learner import Learner
 from evener.training.batches.evaluation_options import EvaluationOptions
@@ -126,8 +125,7 @@ def try_evaluation(learner: Learner, dataset: Dataset[Any], options: EvaluationO
     A stream is left alone, because it may not begin anew.
     """
     if not isinstance(dataset, IterableDataset):
-        devices = accelerators.generators_kept(learner.session.device)
-        with generators_kept(), devices, forward_state_kept(learner.model):
+        with all_kept(learner.session.device), forward_state_kept(learner.model):
             examine(learner, dataset, replace(options, workers=0), batches=1)
 
 
