@@ -138,6 +138,13 @@ def _hooks_kept(model: nn.Module) -> Iterator[None]:
                 hooks.update(kept)
 
 
+def has_users_hooks(model: nn.Module) -> bool:
+    """Returns True if a hook of the user's is called in the forward pass: what it keeps, a trial could not restore."""
+    names = ("_forward_hooks", "_forward_pre_hooks")
+    held = (vars(module)[name] for module in model.modules() for name in names)
+    return any(_is_users_hook(hook) for hooks in held for hook in hooks.values())
+
+
 def _is_users_hook(hook: Any) -> bool:
     """Returns False for a hook of a library, and for the notes that PyTorch keeps of hooks by their numbers."""
     function = hook.func if isinstance(hook, partial) else hook

@@ -26,6 +26,7 @@ from evener.distributed import session
 from evener.errors import DivergenceError, EvenerError
 from evener.hardware import async_read
 from evener.training.prepare import late_checks, zero_loss
+from evener.training.prepare.first_calls import FirstCalls
 from evener.training.prepare.replicas import LoopReplicas
 from tests.ids import placeless
 from tests.training.prepare import test_kinds_of_loss as kinds
@@ -215,6 +216,7 @@ def read_in(_: bool, run: Callable[..., Tensor]) -> list[str]:
     with (
         patch.dict(async_read.READERS, cpu=reads.reader),
         patch.object(LoopReplicas, "own_row", lambda *_: (0.0, 0.0, 0.0)),  # rare, and waits
+        patch.object(FirstCalls, "try_samples", lambda *_: None),  # waits in the first call
     ):
         loop = Loop(True, sgd)
         total, batches = torch.zeros((), dtype=torch.float64), iter(loop.loader)

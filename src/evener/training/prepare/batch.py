@@ -76,7 +76,7 @@ class Batches:
         own = own_slice(shares, part) if counts else slice(0, 1)
         micro = MicroBatch(None, None, torch.arange(own.start, own.stop), int(counts))
         batch = Batch(0, self.step, self.step * size, size, tuple(shares), [micro], last=False)
-        return CurrentBatch(batch, mark, self.step, dim=dim), own
+        return CurrentBatch(batch, mark, self.step, dim=dim, may_be_columns=dim > 0), own
 
     def _part(self, own: slice, dim: int, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

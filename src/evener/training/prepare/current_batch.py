@@ -30,6 +30,8 @@ class CurrentBatch:
     """Integers that were counted over all ranks."""
     dim: int = 0
     """The dimension of the samples in tensors."""
+    may_be_columns: bool = False
+    """True if a collate function of the user's own may put the samples along another dimension."""
     is_crossed: bool = False
     """True if the loop used another loader at once, and this rank's shares of the two batches differ in size.
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from evener.balance.base import Balancer
@@ -251,6 +251,7 @@ class PreparedLoader:
             if found is _NOTHING:
                 break
             current_batch = self._current_batch = shares.drawn.popleft()
+            current_batch.may_be_columns = self._collate is not default_collate
             self._handed_out += 1
             found = place.cut(found, current_batch)
             with place.at(current_batch):

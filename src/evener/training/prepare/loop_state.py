@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from evener.balance.base import Balancer
 from evener.core.config.run_config import RunConfig
@@ -34,12 +33,12 @@ from evener.training.consistency.replicas import digest, together
 from evener.training.factory import balancer_called
 from evener.training.prepare.batch_tensors import check_at_hand
 from evener.training.prepare.current_batch import CurrentBatch
+from evener.training.prepare.first_calls import FirstCalls
 from evener.training.prepare.gradient_mean import MeanOfRanks
 from evener.training.prepare.late_checks import LateChecks
 from evener.training.prepare.learner_of_loop import LearnerOfLoop
 from evener.training.prepare.loop_division import LoopDivision
 from evener.training.prepare.model_outputs import Outputs
-from evener.training.prepare.positions import try_first_call
 from evener.training.prepare.printed import PrintedTexts
 from evener.training.prepare.rank_checks import WAITS, check_exchange, check_marks
 from evener.training.prepare.replicas import LoopReplicas
@@ -103,9 +102,7 @@ class LoopState:
         self.batches: Any = None
         """The batches that the loop makes itself, or None."""
         self._current: list[CurrentBatch] = []
-        self._trials: list[RemovableHandle] = []
-        if learner.cut.divides:
-            self._trials.append(try_first_call(learner.model, learner.cut, lambda: self._current[-1:]))
+        self._first_calls = FirstCalls(lambda: self.learner, self._current, random.kept)
         self._outputs = Outputs(lambda: bool(self._current))
         self._watch_outputs()
         self._measured: CurrentBatch | None = None
@@ -185,7 +182,8 @@ class LoopState:
         return [row[4:] for row in rows]
 
     def _watch_outputs(self) -> None:
-        """Collects the outputs of the models if a BatchNorm makes ranks wait for each other in the backward pass."""
+        """Tries first calls. Collects outputs if a BatchNorm makes ranks wait for each other in the backward pass."""
+        self._first_calls.watch(self._models)
         normalize_by_batches(self.learner.model)
         self.waits_in_backward = any(isinstance(part, BatchNorm) for part in self.learner.model.modules())
         self._outputs.watch(self._models if self.world_size > 1 and self.waits_in_backward else [])
@@ -394,7 +392,6 @@ class LoopState:
                 self.leave(batch)
             self.mean.close()
             self.division.close()
-            while self._trials:
-                self._trials.pop().remove()
+            self._first_calls.close()
             for learner in reversed(self._learners):
                 learner.close()

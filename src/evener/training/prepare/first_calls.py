@@ -1,0 +1,97 @@
+"""Tries the models of a prepared loop in their first calls, for what would train wrongly without an error."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from evener.hardware.timers import waiting
+from evener.strategies.interfaces import ModelCall
+from evener.strategies.learner import Learner
+from evener.strategies.sample_trial import ModelRun, can_try, warn_if_mixed
+from evener.training.prepare.current_batch import CurrentBatch
+from evener.training.prepare.positions import call_model_as, try_first_call
+
+
+class FirstCalls:
+    """The trials of one preparation.
+
+    Args:
+        learner: Returns the learner of the models.
+        current: The current batches; the last one is the innermost. Empty during a trial of samples, so that what a
+            model asks of the loop ends the trial.
+        kept: Makes a context that leaves the random numbers as they were.
+    """
+
+    def __init__(
+        self,
+        learner: Callable[[], Learner],
+        current: list[CurrentBatch],
+        kept: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._learner, self._current, self._kept = learner, current, kept
+        self._handles = weakref.WeakKeyDictionary[nn.Module, RemovableHandle]()
+        model, cut = learner().model, learner().cut
+        if cut.divides:
+            self._handles[model] = try_first_call(model, cut, lambda: self._current[-1:])
+
+    def watch(self, models: Sequence[nn.Module]) -> None:
+        """Tries those of the models that it does not know yet, on the first rank."""
+        session = self._learner().session
+        for model in models if session.world_size > 1 and not session.rank else ():
+            if model not in self._handles:
+                hook = _BeforeCall(self)
+                self._handles[model] = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+    def try_samples(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called before each call of a model until it was tried, which takes a call in training on a row for each
+        sample of the batch."""
+        handle = self._handles.get(model)
+        if handle is None or not self._current or not model.training:
+            return
+        batch, learner = self._current[-1], self._learner()
+        given, samples = ModelCall(args, kwargs), batch.micro.samples
+        run = ModelRun(model, partial(call_model_as, model), given, samples, batch.may_be_columns)
+        if batch.samples and run.is_by_samples and all(p in learner.names for p in model.parameters()):
+            handle.remove()
+            if can_try(learner):
+                with waiting(), self._without_batch(), self._kept():
+                    warn_if_mixed(learner, run)
+
+    @contextmanager
+    def _without_batch(self) -> Iterator[None]:
+        held = list(self._current)
+        self._current.clear()
+        try:
+            yield
+        finally:
+            self._current[:] = held
+
+    def close(self) -> None:
+        """Ends the trials that are left."""
+        while self._handles:
+            self._handles.popitem()[1].remove()
+
+
+class _BeforeCall:
+    """Forward hook of a model. Does nothing in a copy of the model, or in one loaded from a file."""
+
+    def __init__(self, calls: FirstCalls | None = None) -> None:
+        self._calls = None if calls is None else weakref.ref(calls)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        calls = None if self._calls is None else self._calls()
+        if calls is not None:
+            calls.try_samples(module, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return _BeforeCall, ()

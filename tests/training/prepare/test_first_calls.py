@@ -1,0 +1,101 @@
+"""A model of a prepared loop that mixes samples is told of in its first call; no other one is, and none is changed."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import evener
+from evener.training.prepare.first_calls import FirstCalls
+from tests.ranks import RankPool
+from tests.strategies.test_sample_trial import (
+    MIXING,
+    Brought,
+    Centred,
+    Chosen,
+    Counting,
+    Drawing,
+    Layers,
+    Telling,
+)
+from tests.training.prepare.running import with_settings
+
+Ranks = Callable[[int], RankPool]
+
+
+class Asking(Layers):
+    """Asks the loop for the other ranks, and for its own samples, and prints."""
+
+    def between(self, x: Tensor) -> Tensor:
+        print(len(x))
+        evener.gather(x.detach())
+        return x + evener.draw(torch.randn, 8) + torch.rand(())
+
+
+class WithMask(Centred):
+    """Has an input that is of no sample."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * scale)
+
+
+def trained(
+    model: type[nn.Module], tries: bool = True, **settings: Any
+) -> tuple[list[str], dict[str, Tensor]]:
+    """Returns the warnings of a rank about samples, and the weights after the batches of an epoch."""
+    with (
+        warnings.catch_warnings(record=True) as told,
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(StringIO()) as printed,
+        with_settings(**settings),
+    ):
+        warnings.simplefilter("always")
+        if not tries:
+            patch.setattr(FirstCalls, "watch", lambda *_: None)
+        random.seed(1)
+        torch.manual_seed(1)
+        made = model()
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        loader = DataLoader(
+            TensorDataset(torch.randn(36, 6), torch.randint(3, (36,))), batch_size=12, shuffle=True
+        )
+        made, optimizer, loader, loss = evener.prepare(made, optimizer, loader, nn.CrossEntropyLoss())
+        other = copy.deepcopy(made)
+        for x, y in loader:
+            with torch.no_grad():
+                other(x / 2, *([torch.ones(1, 6)] if model is WithMask else ()))
+            optimizer.zero_grad()
+            found = made(x / 2, *([torch.ones(1, 6)] if model is WithMask else ()))
+            loss(found[0] if isinstance(found, tuple) else found, y).backward()
+            optimizer.step()
+        weights = {name: value.clone() for name, value in made.state_dict().items()}
+    found = [str(each.message) for each in told if "beside it in the batch" in str(each.message)]
+    return found, weights | {"number of texts": torch.tensor(len(printed.getvalue().split()))}
+
+
+@pytest.mark.parametrize("model", [*MIXING, WithMask])
+def test_a_model_that_mixes_samples_is_told_of_once_by_the_first_rank(
+    ranks: Ranks, model: type[nn.Module]
+) -> None:
+    (first, _), (second, _) = ranks(2).run(trained, model)
+    assert len(first) == 1
+    assert "all_gather" in first[0]
+    assert not second
+
+
+@pytest.mark.parametrize("model", [Layers, Drawing, Chosen, Counting, Telling, Brought, Asking])
+def test_no_other_model_is_and_a_trial_changes_no_bit(ranks: Ranks, model: type[nn.Module]) -> None:
+    (told, tried), _ = ranks(2).run(trained, model)
+    (_, untried), _ = ranks(2).run(trained, model, False)
+    assert not told
+    assert all(torch.equal(value, untried[name]) for name, value in tried.items())
