@@ -55,10 +55,6 @@ class BucketSums:
         for parameter in self._place:
             self._watch(parameter)
 
-    def are_all_trained(self, model: Iterable[nn.Parameter]) -> bool:
-        """Returns True if the parameters of ``model`` that require gradients are those at the start."""
-        return all(p.requires_grad == (p in self._place) for p in model if p.numel())
-
     @property
     def parameters(self) -> Iterable[nn.Parameter]:
         """The parameters whose gradients are summed."""
