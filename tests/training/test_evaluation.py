@@ -9,6 +9,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from evener.core.losses import Sum
 from evener.errors import ConfigurationError
+from evener.training import evaluation
 from evener.training.engine import Engine
 from evener.training.evaluation import examine
 from tests import tasks
@@ -82,6 +83,54 @@ def test_what_is_kept_of_an_evaluation_is_in_the_order_of_the_dataset(ranks: Any
         assert [start for start, _, _ in pieces] == sorted(start for start, _, _ in pieces)
         kept = [value for _, _, values in pieces for value in values]
         assert kept == [2.0 * index + 2 for index in range(11)]
+
+
+class RankIsSlow:
+    """A stopwatch for which each rank takes three times as long as the one before."""
+
+    def __init__(self, _: torch.device) -> None:
+        self.mark = self.__enter__
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def seconds(self) -> float:
+        return 3.0 ** torch.distributed.get_rank()
+
+
+def shares_of(size: int, **settings: Any) -> list[int]:
+    """The samples of each micro-batch of an evaluation without steps, in the order of the dataset."""
+    task = tasks._task(model=lambda: Same("tensor").double(), loss=None, metrics={})
+    keep = lambda outputs, _: outputs  # noqa: E731
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Engine(task, device="cpu", **{"batch_size": 8} | settings) as engine,
+    ):
+        patch.setattr(evaluation, "stopwatch", RankIsSlow)
+        options = engine.feed.evaluation_options(0)
+        found = examine(engine.learner, numbered(size), options, keep, measured=False, everywhere=True)
+        assert found.pieces is not None
+        return [count for _, count, _ in found.pieces][:4]
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "shares"),
+    [
+        (20, {"balance": "3,1"}, [6, 2, 6, 2]),
+        (20, {"balance": "3,1", "max_shares": "5,-"}, [5, 3, 5, 3]),
+        (240, {"balance": "auto"}, [6, 2, 6, 2]),
+        (240, {"balance": "auto", "max_shares": "5,-"}, [5, 3, 5, 3]),
+        (239, {"balance": "auto"}, [4, 4, 4, 4]),
+        (240, {"balance": "equal"}, [4, 4, 4, 4]),
+        (20, {"balance": "equal", "max_shares": "-,3"}, [5, 3, 5, 3]),
+    ],
+    ids=str,
+)
+def test_an_evaluation_without_steps_is_divided_as_the_settings_say(
+    ranks: Any, size: int, settings: dict[str, Any], shares: list[int]
+) -> None:
+    assert ranks(2).run(shares_of, size, **settings) == [shares] * 2
 
 
 def evaluated(**settings: Any) -> dict[str, float]:

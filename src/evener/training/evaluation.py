@@ -6,6 +6,7 @@ depend on the number of ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -28,12 +29,17 @@ from evener.data.batch import MicroBatch, map_leaves
 from evener.data.loader import Loader
 from evener.errors import ConfigurationError
 from evener.hardware.generators import all_kept
+from evener.hardware.timers import stopwatch
 from evener.strategies.dataset_view import Reading
 from evener.strategies.learner import Learner
 from evener.training.batches.evaluation_options import EvaluationOptions
 from evener.training.batches.progress import Progress
 from evener.training.batches.skipped_samples import Announcer
 
+_WORTH_MEASURING = 30
+"""Number of batches of an evaluation for which speeds are measured."""
+_PASSES = 3
+"""Number of passes over a batch that are measured, of which the quickest counts."""
 AVERAGE = "average."
 """The beginning of the names of the average's metrics."""
 
@@ -206,8 +212,10 @@ def _forward(
     """Yields this rank's micro-batches, of the first ``batches`` or of all, with their outputs, each within its own
     micro-batch scope."""
     reading = Reading.from_learner(learner, dataset, "evaluation set")
-    weights = options.weights if reading.balanced else None
-    balancer = Fixed(weights) if weights else Equal(reading.ranks)
+    if options.measures and batches is None and _are_enough(reading, options.batch_size):
+        options = replace(options, weights=_speeds(learner, dataset, options))
+    weights = options.weights or [1.0] * reading.ranks
+    balancer = Fixed(weights, max_shares=options.max_shares) if reading.balanced else Equal(reading.ranks)
     loader = Loader(
         reading.dataset,
         None,
@@ -235,6 +243,30 @@ def _forward(
             for micro in map(learner.cut.evaluated, batch.micro_batches):
                 with learner.micro_scope(micro, 0):
                     yield micro, learner.outputs(micro)
+
+
+def _are_enough(reading: Reading, batch_size: int) -> bool:
+    is_stream = isinstance(reading.dataset, IterableDataset)
+    return not is_stream and reading.size is not None and reading.size >= _WORTH_MEASURING * batch_size
+
+
+def _speeds(learner: Learner, dataset: Dataset[Any], options: EvaluationOptions) -> Sequence[float]:
+    """Returns the samples per second of the parts of a batch, from passes over the first one. A collective call."""
+    options = replace(options, workers=0, measures=False)
+    watch, own = stopwatch(learner.session.device), math.inf
+    with all_kept(learner.session.device), forward_state_kept(learner.model):
+        micros = [micro for micro, _ in _forward(learner, dataset, options, 1)]
+        samples = sum(micro.size for micro in micros)
+        for _ in range(_PASSES):
+            with watch:
+                for micro in micros:
+                    with learner.micro_scope(micro, 0):
+                        learner.outputs(micro)
+                watch.mark()
+            own = min(own, watch.seconds() / samples if samples else math.nan)
+    rows = learner.session.control.exchange([own]).wait()
+    speeds = [1 / seconds for seconds in learner.data.slowest([row[0] for row in rows])]
+    return speeds if all(map(math.isfinite, speeds)) else [1.0] * len(speeds)
 
 
 def _accumulators(learner: Learner) -> dict[str, Accumulator]:

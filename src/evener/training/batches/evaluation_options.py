@@ -18,3 +18,7 @@ class EvaluationOptions:
     """True if unreadable samples are skipped. Never for predictions, which have the order of the dataset."""
     weights: Sequence[float] | None = None
     """Relative shares of a batch for the ranks. None means equal shares."""
+    max_shares: Sequence[int | None] | None = None
+    """The most samples of each rank in a batch."""
+    measures: bool = False
+    """True if the ranks' speeds decide their shares, and are not known yet."""

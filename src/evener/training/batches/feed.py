@@ -13,6 +13,8 @@ from typing import Any
 
 from evener.balance.base import Balancer, Decision
 from evener.balance.by_speed_large import BySpeedOfMany, SpeedReport
+from evener.balance.registry import fixed_weights
+from evener.balance.shares import parse_max_shares
 from evener.core.config.run_config import RunConfig
 from evener.core.records import MemoryRecord, Note
 from evener.data.batch import Batch
@@ -31,7 +33,7 @@ from evener.training.batches.evaluation_options import EvaluationOptions
 from evener.training.batches.progress import Progress, SampleOrder
 from evener.training.batches.rounds_check import check_rounds
 from evener.training.batches.skipped_samples import Skips, check_skipping
-from evener.training.factory import balancer_of
+from evener.training.factory import balance_of, balancer_of
 from evener.training.step.exchange import adds_up
 from evener.training.step.oom_report import PieceSizes, noticed
 from evener.training.step.step import Columns, Step
@@ -327,13 +329,21 @@ class BatchFeed:
         return [float(share) for share in self._of_ranks(shares)]
 
     def evaluation_options(self, steps_done: int) -> EvaluationOptions:
-        """Returns the options for dividing an evaluation: with the shares of the last step."""
+        """Returns the options for dividing an evaluation: with the shares of the last step. Before the first step, with
+        weights that the settings name, or by speed if they say so."""
+        config, ranks, weights = self._config, self._reading.ranks, self.speeds(steps_done)
+        decides = self._reading.balanced and self._learner.rounds is None
+        balance = balance_of(config, ranks, unlike=False)
+        if weights is None and decides:
+            weights = fixed_weights(balance, ranks)
         return EvaluationOptions(
             batch_size=self._batch_size,
-            micro_batch=self._config.samples_at_once,
-            workers=self._config.workers,
+            micro_batch=config.samples_at_once,
+            workers=config.workers,
             skips=self.skips is not None,
-            weights=self.speeds(steps_done),
+            weights=weights,
+            max_shares=parse_max_shares(config.max_shares, ranks) if decides else None,
+            measures=decides and weights is None and balance == "auto" and ranks > 1,
         )
 
     def stream_at(self, progress: Progress) -> dict[str, Any] | None:
