@@ -121,7 +121,7 @@ def shares_of(size: int, **settings: Any) -> list[int]:
         (20, {"balance": "3,1", "max_shares": "5,-"}, [5, 3, 5, 3]),
         (240, {"balance": "auto"}, [6, 2, 6, 2]),
         (240, {"balance": "auto", "max_shares": "5,-"}, [5, 3, 5, 3]),
-        (239, {"balance": "auto"}, [4, 4, 4, 4]),
+        (239, {"balance": "auto", "share_multiple_of": 3}, [5, 3, 5, 3]),
         (240, {"balance": "equal"}, [4, 4, 4, 4]),
         (20, {"balance": "equal", "max_shares": "-,3"}, [5, 3, 5, 3]),
     ],

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from evener.balance.base import Equal, Fixed
+from evener.balance.base import Fixed
 from evener.components.loss_trial import try_metrics
 from evener.components.model_trial import forward_state_kept
 from evener.components.modes import modes_kept
@@ -214,8 +214,11 @@ def _forward(
     reading = Reading.from_learner(learner, dataset, "evaluation set")
     if options.measures and batches is None and _are_enough(reading, options.batch_size):
         options = replace(options, weights=_speeds(learner, dataset, options))
-    weights = options.weights or [1.0] * reading.ranks
-    balancer = Fixed(weights, max_shares=options.max_shares) if reading.balanced else Equal(reading.ranks)
+    balancer = Fixed(
+        (options.weights if reading.balanced else None) or [1.0] * reading.ranks,
+        max_shares=options.max_shares,
+        share_multiple_of=options.share_multiple_of,
+    )
     loader = Loader(
         reading.dataset,
         None,

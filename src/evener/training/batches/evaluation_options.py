@@ -20,5 +20,6 @@ class EvaluationOptions:
     """Relative shares of a batch for the ranks. None means equal shares."""
     max_shares: Sequence[int | None] | None = None
     """The most samples of each rank in a batch."""
+    share_multiple_of: int = 1
     measures: bool = False
     """True if the ranks' speeds decide their shares, and are not known yet."""

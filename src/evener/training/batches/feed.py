@@ -343,6 +343,7 @@ class BatchFeed:
             skips=self.skips is not None,
             weights=weights,
             max_shares=parse_max_shares(config.max_shares, ranks) if decides else None,
+            share_multiple_of=config.share_multiple_of if decides else 1,
             measures=decides and weights is None and balance == "auto" and ranks > 1,
         )
 
