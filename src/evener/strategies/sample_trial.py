@@ -11,6 +11,9 @@ Both runs have the same shapes, so that rounding is no difference, and draw the 
 nothing, and ``torch.nn``'s BatchNorm, which ranks compute together, uses its running statistics. Only a difference in
 most numbers of an output counts: a choice that rounding turned, such as that of an expert, changes a few. Then the
 model also runs on fewer samples: an output whose number of rows stays the same has something else in its rows.
+
+A model may also compute its own loss. That of ``a b a b`` is the same as that of ``a b`` if it is a mean, and double if
+it is a sum; that of a contrastive loss is neither.
 """
 
 from __future__ import annotations
@@ -101,14 +104,16 @@ def warn_if_mixed(learner: Learner, run: ModelRun) -> None:
     """Tries a model on samples whose rows are known.
 
     Warns:
-        UserWarning: If the outputs of samples depend on other samples of the batch.
+        UserWarning: If what it computes of samples depends on other samples of the batch.
     """
-    found = _difference(learner, run)
-    if found is not None:
-        name, part = found
+    try:
+        found = _what_is_mixed(learner, run)
+    except Exception:  # of the user's code, which will say so itself where it cannot compute a batch
+        interrupt.check()
+        return
+    if found:
         warnings.warn(
-            f"the model's {name} for a sample changed by {part:.0%} when other samples were beside it in the "
-            "batch: it normalizes over the batch, or compares samples. On several ranks the model sees those of "
+            f"{found}: it normalizes over the batch, or compares samples. On several ranks the model sees those of "
             "its own rank alone, which is another training than that of one device. torch.nn's BatchNorm is "
             "brought together by itself; elsewhere evener.nn.all_gather(rows, evener.nn.data_group()) brings the "
             "samples of all ranks together, and a comparison of samples may be made in the loss",
@@ -116,34 +121,62 @@ def warn_if_mixed(learner: Learner, run: ModelRun) -> None:
         )
 
 
-def _difference(learner: Learner, run: ModelRun) -> tuple[str, float] | None:
-    """Returns the name of an output that depends on other samples, and how far it moved. Returns None if there is
-    none, or if samples cannot be told apart."""
+def _what_is_mixed(learner: Learner, run: ModelRun) -> str:
+    """Describes an output that depends on other samples. Returns "" if there is none, or if that cannot be told."""
     tried = min(len(run.samples), _MOST)
     half = tried // 2
-    first = [*range(tried)]
+    first, twice = [*range(tried)], [index % half for index in range(half * 2)]
     is_coarse = learner.settings.precision.coarsest.itemsize <= 2 or torch.is_autocast_enabled(
         learner.session.device.type
     )
     far = _FAR_IN_HALF if is_coarse else _FAR
-    try:
-        whole, drawn = _outputs(learner, run, first)
-        other, drawn_then = _outputs(learner, run, [index % half for index in first])
-        moved = _moved(whole, other, half, far)
-        if not moved or not all(map(torch.equal, drawn, drawn_then)):
-            return None  # if how much is drawn depends on the samples, so do the numbers
-        again, _ = _outputs(learner, run, first)
-        fewer, _ = _outputs(learner, run, first[:-1])
-    except Exception:  # of the user's code, which will say so itself where it cannot compute a batch
-        interrupt.check()
-        return None
-    if _moved(whole, again, half, far):
-        return None
+    whole, other = _computed(learner, run, first), _computed(learner, run, [*twice, *twice][:tried])
+    if not all(map(torch.equal, whole.drawn, other.drawn)):
+        return ""  # if how much is drawn depends on the samples, so do the numbers
+    moved, odd = _moved(whole.outputs, other.outputs, half, far), dict[str, str]()
+    if not moved and not whole.draws and any(_is_loss(leaf) for _, leaf in whole.outputs):
+        both = _computed(learner, run, twice).outputs
+        odd = _no_means(_computed(learner, run, first[:half]).outputs, both, far)
+    if (not moved and not odd) or not _are_same(whole.outputs, _computed(learner, run, first).outputs, far):
+        return ""
+    fewer = _computed(learner, run, first[:-1]).outputs
     rows = [name for name, leaf in fewer if isinstance(leaf, Tensor) and leaf.shape[:1] == (tried - 1,)]
-    return next(((name, part) for name, part in moved.items() if name in rows), None)
+    return next(
+        (
+            f"the model's {name} for a sample changed by {part:.0%} when other samples were beside it in the batch"
+            for name, part in moved.items()
+            if name in rows
+        ),
+        next(iter(odd.values()), ""),
+    )
 
 
-def _moved(outputs: Outputs, others: Outputs, rows: int, far: float) -> dict[str, float]:
+def _are_same(outputs: Outputs, others: Outputs, far: float) -> bool:
+    pairs = [(one, other) for (_, one), (_, other) in zip(outputs, others, strict=False) if _is_loss(one)]
+    is_near = all(abs(float(other) - float(one)) <= far * abs(float(one)) for one, other in pairs)
+    return is_near and not _moved(outputs, others, None, far)
+
+
+def _no_means(once: Outputs, twice: Outputs, far: float) -> dict[str, str]:
+    """Returns which losses are neither a mean nor a sum, for these are the same, or double, for samples that are there
+    twice. Says what they are."""
+    found = {}
+    for (name, one), (_, two) in zip(once, twice, strict=False):
+        if _is_loss(one) and _is_loss(two):
+            single, double = float(one), float(two)
+            if min(abs(double - single), abs(double - 2 * single)) > far * abs(single):
+                found[name] = (
+                    f"the model's {name}, one number, is {single:.4g} for some samples and {double:.4g} for the same "
+                    "samples twice, which is neither a mean nor a sum over them"
+                )
+    return found
+
+
+def _is_loss(leaf: Any) -> bool:
+    return type(leaf) is Tensor and not leaf.ndim and leaf.is_floating_point()
+
+
+def _moved(outputs: Outputs, others: Outputs, rows: int | None, far: float) -> dict[str, float]:
     """Returns which outputs differ in their first rows, and how far."""
     found = {}
     for (name, one), (_, other) in zip(outputs, others, strict=False):
@@ -154,8 +187,16 @@ def _moved(outputs: Outputs, others: Outputs, rows: int, far: float) -> dict[str
     return found
 
 
-def _outputs(learner: Learner, run: ModelRun, rows: list[int]) -> tuple[Outputs, list[Tensor]]:
-    """Returns the outputs for some rows, and the states of the generators afterwards."""
+class _Computed(NamedTuple):
+    outputs: Outputs
+    drawn: list[Tensor]
+    """The states of the generators afterwards."""
+    draws: bool
+    """True if random numbers were drawn."""
+
+
+def _computed(learner: Learner, run: ModelRun, rows: list[int]) -> _Computed:
+    """Runs the model on some rows."""
     model, device = run.model, learner.session.device
     trains = [m for m in model.modules() if m.training and not isinstance(m, AnyBatchNorm)]
 
@@ -174,9 +215,11 @@ def _outputs(learner: Learner, run: ModelRun, rows: list[int]) -> tuple[Outputs,
             redirect_stdout(StringIO()),
             torch.set_grad_enabled(has_gradients),
         ):
+            before = accelerators.generator_states(device)
             found = run.call(map_leaves(chosen, run.inputs))
             drawn = accelerators.generator_states(device)
-        return [(name, _plain(leaf)) for name, leaf in named_leaves(found, "outputs")], drawn
+        outputs = [(name, _plain(leaf)) for name, leaf in named_leaves(found, "outputs")]
+        return _Computed(outputs, drawn, not all(map(torch.equal, before, drawn)))
 
 
 def can_try(learner: Learner) -> bool:
@@ -197,7 +240,8 @@ def can_try(learner: Learner) -> bool:
 
 
 def _plain(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else None
+    is_told = isinstance(leaf, Tensor) and (leaf.ndim > 0 or leaf.requires_grad)
+    return leaf.detach().clone() if is_told else None
 
 
 def _are_alike(one: Any, other: Any) -> bool:

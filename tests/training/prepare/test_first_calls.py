@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -99,3 +100,54 @@ def test_no_other_model_is_and_a_trial_changes_no_bit(ranks: Ranks, model: type[
     (_, untried), _ = ranks(2).run(trained, model, False)
     assert not told
     assert all(torch.equal(value, untried[name]) for name, value in tried.items())
+
+
+class Contrasting(Layers):
+    """Computes its own loss, in which samples are compared."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = super().forward(x)
+        return F.cross_entropy(scores @ scores.T, torch.arange(len(x)))
+
+
+class OwnMean(Layers):
+    """Computes its own mean, over terms of which samples have different numbers, and a penalty."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        scores, counts = super().forward(x), x > 0
+        mean = (scores.sum(1, keepdim=True) * counts).sum() / counts.sum()
+        return {"loss": mean + 0.1 * self.first.weight.square().sum(), "root": scores.square().mean().sqrt()}
+
+
+class OwnSum(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().sum()
+
+
+class Denoising(Layers):
+    """Draws the noise of each sample in its loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(super().forward(x + torch.randn_like(x)), x[:, :3])
+
+
+def trained_by_own_loss(model: type[nn.Module]) -> list[str]:
+    with warnings.catch_warnings(record=True) as told, with_settings():
+        warnings.simplefilter("always")
+        torch.manual_seed(1)
+        made, loader = evener.prepare(
+            model(), DataLoader(TensorDataset(torch.randn(36, 6)), batch_size=12, shuffle=True)
+        )
+        for (x,) in loader:
+            found = made(x)
+            evener.global_mean(found["loss"] if isinstance(found, dict) else found).backward()
+    return [str(each.message) for each in told if "neither a mean nor a sum" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("model", "number"), [(Contrasting, 1), (OwnMean, 0), (OwnSum, 0), (Denoising, 0)], ids=str
+)
+def test_a_loss_of_the_models_own_that_compares_samples_is_told_of(
+    ranks: Ranks, model: type[nn.Module], number: int
+) -> None:
+    assert [len(told) for told in ranks(2).run(trained_by_own_loss, model)] == [number, 0]
