@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
-from evener.components.model_trial import state_kept, training_without_dropout
+from evener.components.model_trial import state_kept, training_without_dropout, undisturbed
 
 
 class Dropping(nn.Module):
@@ -146,3 +148,18 @@ def test_a_type_that_a_pass_changes_is_as_before() -> None:
         model(torch.randn(3, 2))
     assert model.layer.weight.dtype == torch.bfloat16
     assert torch.equal(model.layer.weight, before)
+
+
+def test_weights_that_contexts_keep_are_not_those_of_a_trial() -> None:
+    first: Any = weight_norm(nn.Linear(3, 4))
+    last = nn.Linear(4, 2)
+    nn.init.zeros_(last.weight)  # which a trial disturbs
+    model = nn.Sequential(first, last)
+    with parametrize.cached(), torch.autocast("cpu", torch.bfloat16):
+        with undisturbed(model), state_kept(model):
+            model(torch.ones(1, 3))
+        found = model(torch.ones(1, 3))
+        assert torch.is_autocast_cache_enabled()
+    assert torch.equal(found[0], last.bias.bfloat16())
+    found.sum().backward()
+    assert first.parametrizations.weight.original0.grad is not None

@@ -27,7 +27,7 @@ from evener.components.modes import modes_kept
 from evener.components.sharded_tensor.local import changeable, local
 from evener.hardware import accelerators
 from evener.torch_internals.dispatch import DispatchMode, written
-from evener.torch_internals.modules import AnyDropout, own_buffers
+from evener.torch_internals.modules import AnyDropout, own_buffers, parametrized_anew
 
 _DROPOUTS = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
@@ -116,8 +116,24 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 def forward_state_kept(model: nn.Module) -> Iterator[None]:
     """Does the same as :func:`state_kept` for forward passes in evaluation, which write to no parameters."""
     attributes = attributes_kept(module for module in model.modules() if _is_users(module))
-    with attributes, buffers_kept(model), _hooks_kept(model), _types_kept(model):
+    kept = attributes, buffers_kept(model), _hooks_kept(model), _types_kept(model)
+    with ExitStack() as stack:
+        for each in (*kept, _caches_kept()):
+            stack.enter_context(each)
         yield
+
+
+@contextmanager
+def _caches_kept() -> Iterator[None]:
+    """Computes without the weights that ``torch.autocast`` and ``parametrize.cached`` keep until they are left. Those
+    of a trial may have other values, and a graph that is gone."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with parametrized_anew():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager

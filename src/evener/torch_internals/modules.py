@@ -18,16 +18,22 @@
 - ``_BaseDataLoaderIter`` is the base class of a DataLoader's iterators. Evener measures with it how long a script's own
   loop waits for samples. The script may create the DataLoader before Evener sees it, and the class has no public name.
   Its ``_dataset`` tells batches of training from those of an evaluation.
+- ``parametrize._cache`` holds what ``parametrize.cached`` keeps: weights as parametrizations computed them. There is no
+  public way to compute anew in its context.
 
 Tested with torch 2.11, 2.13, 2.15.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.dropout import _DropoutNd as AnyDropout
+from torch.nn.utils import parametrize
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
@@ -45,6 +51,7 @@ __all__ = [
     "has_hooks",
     "own_buffers",
     "own_parameters",
+    "parametrized_anew",
 ]
 
 COMPILED = "_orig_mod"
@@ -84,3 +91,13 @@ def compiled_from(model: nn.Module) -> nn.Module | None:
 def dataset_of(iterator: LoaderIterator) -> object:
     """Returns the dataset whose batches the iterator of a DataLoader gives."""
     return iterator._dataset
+
+
+@contextmanager
+def parametrized_anew() -> Iterator[None]:
+    """Context in which parametrizations neither use nor keep what ``parametrize.cached`` has kept."""
+    held, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = held
