@@ -149,6 +149,14 @@ class Messaging(Layers):
         return x - x.mean(0)
 
 
+class Compared(Layers):
+    """Returns a number for each pair of samples, too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        hidden = self.first(x)
+        return self.last(hidden), hidden @ hidden.T
+
+
 def total(outputs: Any, targets: Tensor) -> Tensor:
     scores = outputs[0] if isinstance(outputs, tuple) else outputs
     return F.cross_entropy(scores, targets, reduction="sum")
@@ -171,7 +179,14 @@ def trained(
     return [str(each.message) for each in told if "beside it in the batch" in str(each.message)], weights
 
 
-MIXING = (Centred, CentredAtFirstZero, NormalizedInTraining, NormalizedByFunction, AttendingToTheBatch)
+MIXING = (
+    Centred,
+    CentredAtFirstZero,
+    NormalizedInTraining,
+    NormalizedByFunction,
+    AttendingToTheBatch,
+    Compared,
+)
 
 
 @pytest.mark.parametrize("model", MIXING)

@@ -10,7 +10,8 @@ few samples twice, and the second time other samples stand behind the first ones
 Both runs have the same shapes, so that rounding is no difference, and draw the same random numbers. Dropout does
 nothing, and ``torch.nn``'s BatchNorm, which ranks compute together, uses its running statistics. Only a difference in
 most numbers of an output counts: a choice that rounding turned, such as that of an expert, changes a few. Then the
-model also runs on fewer samples: an output whose number of rows stays the same has something else in its rows.
+model also runs on fewer samples: an output whose number of rows stays the same has something else in its rows. One
+whose rows are as long as there are samples has a number for each pair of them, of which half may change.
 
 A model may also compute its own loss. That of ``a b a b`` is the same as that of ``a b`` if it is a mean, and double if
 it is a sum; that of a contrastive loss is neither.
@@ -134,21 +135,22 @@ def _what_is_mixed(learner: Learner, run: ModelRun) -> str:
     if not all(map(torch.equal, whole.drawn, other.drawn)):
         return ""  # if how much is drawn depends on the samples, so do the numbers
     moved, odd = _moved(whole.outputs, other.outputs, half, far), dict[str, str]()
-    if not moved and not whole.draws and any(_is_loss(leaf) for _, leaf in whole.outputs):
+    if not whole.draws and any(_is_loss(leaf) for _, leaf in whole.outputs):
         both = _computed(learner, run, twice).outputs
         odd = _no_means(_computed(learner, run, first[:half]).outputs, both, far)
     if (not moved and not odd) or not _are_same(whole.outputs, _computed(learner, run, first).outputs, far):
         return ""
     fewer = _computed(learner, run, first[:-1]).outputs
-    rows = [name for name, leaf in fewer if isinstance(leaf, Tensor) and leaf.shape[:1] == (tried - 1,)]
-    return next(
-        (
-            f"the model's {name} for a sample changed by {part:.0%} when other samples were beside it in the batch"
-            for name, part in moved.items()
-            if name in rows
-        ),
-        next(iter(odd.values()), ""),
-    )
+    shapes = {name: leaf.shape for name, leaf in fewer if isinstance(leaf, Tensor)}
+    wide = {name for name, leaf in whole.outputs if isinstance(leaf, Tensor) and tried in leaf.shape[1:]}
+    pairs = {name for name in wide if tried - 1 in shapes.get(name, ())[1:]}
+    for name, move in moved.items():
+        if shapes.get(name, ())[:1] == (tried - 1,) and (move.median > far / 10 or name in pairs):
+            return (
+                f"the model's {name} for a sample changed by {move.mean:.0%} when other samples were beside it in the "
+                "batch"
+            )
+    return next(iter(odd.values()), "")
 
 
 def _are_same(outputs: Outputs, others: Outputs, far: float) -> bool:
@@ -176,14 +178,14 @@ def _is_loss(leaf: Any) -> bool:
     return type(leaf) is Tensor and not leaf.ndim and leaf.is_floating_point()
 
 
-def _moved(outputs: Outputs, others: Outputs, rows: int | None, far: float) -> dict[str, float]:
+def _moved(outputs: Outputs, others: Outputs, rows: int | None, far: float) -> dict[str, _Move]:
     """Returns which outputs differ in their first rows, and how far."""
     found = {}
     for (name, one), (_, other) in zip(outputs, others, strict=False):
         if _are_alike(one, other):
             move = _move(one[:rows], other[:rows])
-            if move.mean > far and move.median > far / 10:
-                found[name] = move.mean
+            if move.mean > far:
+                found[name] = move
     return found
 
 
