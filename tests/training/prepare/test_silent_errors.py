@@ -125,7 +125,7 @@ def assigned(is_prepared: bool) -> Weights:
     for x, y in loop.loader:
         parameters = list(loop.model.parameters())
         for p, g in zip(
-            parameters, torch.autograd.grad(loop.loss(loop.model(x), y), parameters), strict=True
+            parameters, torch.autograd.grad(loop.loss(loop.model(x), y), iter(parameters)), strict=True
         ):
             p.grad = g
         loop.optimizer.step()

@@ -83,7 +83,7 @@ def replaced(taker: Taker) -> Callable[[], None]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        roots = several(outputs)
+        roots, inputs = several(outputs), inputs if isinstance(inputs, Tensor) else several(inputs)
 
         def run(factor: float) -> Any:
             given = grad_outputs if factor == 1 else _begun(roots, grad_outputs, factor)
