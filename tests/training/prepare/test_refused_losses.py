@@ -86,6 +86,20 @@ def by_global_mean(model: nn.Module, loss: Any, batch: Any) -> Tensor:
     return found
 
 
+def counted_twice(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    """A sum of all ranks, divided by what one has."""
+    each = loss(model(batch[0]).flatten(0, 1), batch[1].flatten())
+    found: Tensor = evener.global_mean(each.sum() / len(each))
+    return found
+
+
+def beside_all_rows(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    """This rank's rows are compared with those of all."""
+    made = model(batch[0]).flatten(1)
+    found: Tensor = loss(made @ evener.gather(made).T, batch[1][:, 0].clamp(min=0))
+    return found
+
+
 def slope(x: Tensor, o: Tensor) -> Tensor:
     (found,) = torch.autograd.grad(o.sum(), x, create_graph=True)
     return ((found.norm(dim=1) - 1) ** 2).mean()
@@ -121,6 +135,18 @@ REFUSED: tuple[tuple[Any, Step, str, str], ...] = (
         "rows of all ranks, which are not of one",
     ),
     (crowded, by_global_mean, "2,1", "crowded returns a row for each sample that depends on other samples"),
+    (
+        nn.CrossEntropyLoss(reduction="none"),
+        counted_twice,
+        "2,1",
+        "is of all ranks already, .* once for each",
+    ),
+    (
+        nn.CrossEntropyLoss(),
+        beside_all_rows,
+        "equal",
+        "rows that evener.gather gave have other gradients on rank 1",
+    ),
     (slope, of_slopes, "2,1", r"slope takes gradients of .*Take them in the loop.*evener\.global_mean"),
     (contrastive, of_no_rows, "equal", "has no row for each of a rank's samples"),
     (words, of_several_passes, "2,1", "the loss of rank 0 follows from none of its model's outputs"),

@@ -1,8 +1,8 @@
 """Gathers rows of all ranks, with gradients for this rank's own rows.
 
-A loss that every rank computes from the gathered rows is the same on all. The gradient that reaches a rank's own rows
-is their part of its gradient. It is multiplied by the number of ranks, as that of every prepared loss, because
-gradients are averaged over the ranks later.
+A loss that every rank computes from the gathered rows is the same on all, and so are the gradients of these rows; ranks
+compare their size. What reaches a rank's own rows is their part of the gradient. It is multiplied by the number of
+ranks, as that of every prepared loss, because gradients are averaged over the ranks later.
 """
 
 from __future__ import annotations
@@ -114,5 +114,5 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.place.comes_to_loss()
+        ctx.place.comes_to_loss(rows=gradients[0])
         return gradients[0][ctx.own] * ctx.place.mean.ranks, None, None

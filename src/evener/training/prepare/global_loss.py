@@ -23,7 +23,7 @@ from evener.collectives.all_gather_rows import gathered
 from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError, DivergenceError, LossError
 from evener.hardware.timers import waiting
-from evener.training.prepare.global_loss_value import Confused, whole_of
+from evener.training.prepare.global_loss_value import Confused, GlobalLossValue, whole_of
 from evener.training.prepare.late_checks import Number
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.loss_kind import LossKind
@@ -251,13 +251,13 @@ def _marked(
 ) -> Tensor:
     """Makes a value over all ranks detect this rank's numbers: ``own``, and those of ``terms`` if all are the same.
 
-    Not needed if shares differ: then a mistake makes the ranks' values differ, which is detected anyway.
+    Numbers of a sum are not needed if shares differ: then a mistake makes the ranks' values differ, which is detected.
     """
     current_batch = place.current_batch("")
     if current_batch.samples == current_batch.batch.size or not made.is_floating_point():
         return made
     if is_sum and len(set(current_batch.batch.shares)) > 1:
-        return made
+        own, terms = [], terms[:0]
     others = frozenset({current_batch.batch.size})
     on_device = [each for each in terms if isinstance(each, Tensor)]
     if not on_device:
@@ -269,6 +269,26 @@ def _marked(
         Confused(confused, current_batch.counted, place.rank, place.later, tuple(on_device)),
         is_sum,
     )
+
+
+def is_of_all_ranks(value: Tensor, place: LoopState) -> bool:
+    """Returns True if a value follows from one over all ranks: from a sum, or by a graph of a few nodes."""
+    if place.world_size == 1:
+        return False
+    if not value.requires_grad:
+        return isinstance(value, GlobalLossValue) and value.is_sum
+    seen, left = set[Any](), [value.grad_fn]
+    while left and len(seen) < _MOST_NODES:
+        node = left.pop(0)
+        if type(node).__name__ == "_JoinedBackward" and getattr(node, "place", None) is place:
+            return True
+        new = [] if node is None else [after for after, _ in node.next_functions if after not in seen]
+        seen.update(new)
+        left += new
+    return False
+
+
+_MOST_NODES = 64
 
 
 class _Joined(torch.autograd.Function):

@@ -342,8 +342,8 @@ class LoopState:
         self.steps += 1
         self.session.watchdog.progress(f"step {self.steps}")
 
-    def comes_to_loss(self, gradient: Tensor | None = None) -> None:
-        """Called when a backward pass reaches a prepared loss, with its ``gradient``, or rows that were gathered.
+    def comes_to_loss(self, gradient: Tensor | None = None, rows: Tensor | None = None) -> None:
+        """Called when a pass reaches a prepared loss, with its ``gradient``, or gathered rows, with that of ``rows``.
 
         Raises:
             ConfigurationError: If the pass was started by a function that does not report it.
@@ -357,6 +357,8 @@ class LoopState:
             )
         if gradient is not None:
             self.mean.roots.came(gradient)
+        if rows is not None:
+            self.mean.roots.came_to_rows(rows)
 
     def passed(self) -> None:
         """Ends a backward pass: sums the gradients over the ranks, unless ``no_sync`` delays that."""

@@ -22,6 +22,7 @@ from evener.training.prepare.global_loss import (
     AllRanks,
     Parted,
     agreed,
+    is_of_all_ranks,
     joined,
     over_of_all,
 )
@@ -32,6 +33,12 @@ from evener.training.prepare.loss_of_rows import OfRows, first_number, name_of
 from evener.training.prepare.positions import check_positions, refuse_divided
 from evener.training.prepare.sample_tensor import WITH_REDUCTION, NotSums, Own, leaves_of, own_of, plain_of
 from evener.training.prepare.zero_loss import silent_if_zero
+
+_TWICE = (
+    "evener.global_mean was given a number that is of all ranks already, and would count it once for each: it comes "
+    "from what a prepared loss returned, or from a sum or mean of its rows, and needs no evener.global_mean. What a "
+    "sum of the rows is divided by must be of all ranks too, as in (each * w).sum() / evener.gather(w).sum()"
+)
 
 
 class OverAll:
@@ -196,7 +203,13 @@ def _unmarked(made: Any) -> Any:
 
 
 def global_mean(place: LoopState, value: Tensor, count: float | Tensor) -> Tensor:
-    """Returns the mean over the terms of all ranks, from this rank's mean over ``count`` terms."""
+    """Returns the mean over the terms of all ranks, from this rank's mean over ``count`` terms.
+
+    Raises:
+        LossError: If the value comes from a number of all ranks, which would count once for each.
+    """
+    if is_of_all_ranks(value, place):
+        raise LossError(_TWICE)
     value = plain_of(value)
     if value.dim():
         return joined(place, value.sum(), count)

@@ -27,6 +27,8 @@ WAY_OUT = (
     "Give the loss function to evener.prepare and call what it returns, or say evener.global_mean(value) of a mean "
     "that the model computed itself"
 )
+_ALIKE = 1e-3
+"""Relative tolerance for the size of a gradient that ranks compute from the same rows."""
 UNLIKE = 1e-4
 """Relative tolerance for a number that devices of different kinds may round differently."""
 _PART = 1 << 26
@@ -161,6 +163,22 @@ def check_factors(factors: Sequence[float], tolerance: float, where: str = "") -
         raise ConfigurationError(
             f"prepared losses count {factors[0]:.9g} times on rank 0 and {factors[other]:.9g} times on rank {other}"
             f"{where}: what a loss is multiplied by depends on a rank's own samples. {WAY_OUT}"
+        )
+
+
+def check_rows(sizes: Sequence[float], tolerance: float, where: str = "") -> None:
+    """Checks the sizes of the gradients that reached gathered rows. ``where`` says in which step.
+
+    Raises:
+        ConfigurationError: If they differ, because the loss is not of these rows alone.
+    """
+    other = _other(sizes, max(tolerance, _ALIKE))
+    if other:
+        raise ConfigurationError(
+            f"rows that evener.gather gave have other gradients on rank {other} than on rank 0{where}: the loss is "
+            "also of a rank's own rows, as in own @ gathered.T, which give the rows of other ranks no gradient, "
+            "or it is weighed by evener.global_mean. Compute the loss from gathered rows alone, as all ranks do alike, "
+            "or give evener.prepare the function of the rows, which then sees those of all: loss(own, ...)"
         )
 
 
