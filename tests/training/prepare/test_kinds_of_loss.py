@@ -339,6 +339,13 @@ def by_global_mean_of_words(model: nn.Module, loss: Any, batch: Any) -> Tensor:
     return evener.global_mean(each) if evener.world_size() > 1 else each.mean()
 
 
+def of_weighted_elements(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    x, y, weights = batch
+    made = model(x)[..., 0]
+    found: Tensor = loss(made, y.double(), weight=weights[:, None].expand_as(made))
+    return found
+
+
 KINDS: tuple[tuple[Any, Step], ...] = (
     (nn.CrossEntropyLoss(reduction="none"), weighted),
     (nn.CrossEntropyLoss(reduction="none"), by_mask),
@@ -350,6 +357,7 @@ KINDS: tuple[tuple[Any, Step], ...] = (
     (nn.MarginRankingLoss(0.2), of_ranks),
     (nn.GaussianNLLLoss(full=True), of_variances),
     (lambda a, b, c: F.gaussian_nll_loss(a, b, c).sqrt(), of_variances),
+    *((loss, of_weighted_elements) for loss in (F.mse_loss, F.l1_loss, F.huber_loss)),
     (nn.CTCLoss(zero_infinity=True), of_sequences),
     (nn.CrossEntropyLoss(reduction="sum"), with_a_constant),
     (several, of_several),

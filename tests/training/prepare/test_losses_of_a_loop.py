@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -35,6 +36,26 @@ def of_a_function(model: nn.Module, _: Any, batch: Any) -> Tensor:
     return found
 
 
+def of_functions_of_one_line(model: nn.Module, _: Any, batch: Any) -> Tensor:
+    """Each with something of its own besides its arguments."""
+    o, y = model(batch[0]), batch[1]
+    own, other = (lambda o, y, scale=scale: scale * contrastive(o, y) for scale in (0.5, 2.0))
+    functions = [own, other, functools.partial(own, scale=3.0), functools.partial(other, scale=1.0)]
+    is_prepared = preparing.place_or_none()
+    return torch.stack([evener.global_mean(f, o, y) if is_prepared else f(o, y) for f in functions]).prod()
+
+
+def of_half_precision(model: nn.Module, _: Any, batch: Any) -> Tensor:
+    """The sum of the terms is beyond the largest number of the type, and the mean is not."""
+    each = (model(batch[0]) * 0 + 2**14).half()
+    is_prepared = preparing.place_or_none()
+    return (
+        evener.global_mean(each) + evener.global_mean(each.mean())
+        if is_prepared
+        else 2 * each.mean().double()
+    )
+
+
 def of_terms(model: nn.Module, _: Any, batch: Any) -> Tensor:
     each = F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")[batch[1] != -100]
     return evener.global_mean(each) if preparing.place_or_none() else each.mean()
@@ -63,7 +84,15 @@ def of_what_has_a_graph(model: nn.Module, _: Any, batch: Any) -> Tensor:
     return evener.global_mean(value, mask.sum()) if preparing.place_or_none() else value
 
 
-OF_THE_LOOP: tuple[Step, ...] = (of_what_there_is, of_a_function, of_terms, of_what_has_a_graph, of_all_rows)
+OF_THE_LOOP: tuple[Step, ...] = (
+    of_what_there_is,
+    of_a_function,
+    of_terms,
+    of_what_has_a_graph,
+    of_all_rows,
+    of_functions_of_one_line,
+    of_half_precision,
+)
 
 
 @pytest.mark.parametrize(

@@ -335,6 +335,12 @@ def gathering_other_rows(_: bool) -> None:
         evener.gather(loop.loss(loop.model(x), y))
 
 
+def gathering_rows_of_other_lengths(_: bool) -> None:
+    loop = Loop(True)
+    for x, _y in loop.loader:
+        evener.gather(x[:, : 1 + evener.rank()])
+
+
 @pytest.mark.parametrize(
     ("loop", "words"),
     [
@@ -367,6 +373,10 @@ def gathering_other_rows(_: bool) -> None:
         (
             gathering_other_rows,
             r"evener.gather takes tensors with a row for each of this rank's 3 samples, not one",
+        ),
+        (
+            gathering_rows_of_other_lengths,
+            r"rows of another shape or type on rank 1 than on rank 0, \S+ \(2,\) and \S+ \(1,\).* Pad to one length",
         ),
     ],
     ids=placeless,

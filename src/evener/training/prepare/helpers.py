@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -21,10 +23,11 @@ from evener.hardware.timers import waiting
 from evener.training.prepare import loss as losses
 from evener.training.prepare.gather import gathered
 from evener.training.prepare.loop_state import LoopState
-from evener.training.prepare.loss import OverAll
+from evener.training.prepare.loss import OverAll, is_torchs_own
 from evener.training.prepare.positions import refuse_divided
 from evener.training.prepare.prepare import current, place_or_none
 from evener.training.prepare.rank_checks import check_marks
+from evener.training.prepare.sample_tensor import leaves_of
 
 T = TypeVar("T")
 
@@ -91,7 +94,8 @@ def gather(tree: T) -> T:
         tree: A tensor with a row for each of this rank's samples, or tensors nested in tuples, lists and dicts.
 
     Raises:
-        ConfigurationError: Outside of a prepared loader's batch, or for a tensor with another number of rows.
+        ConfigurationError: Outside of a prepared loader's batch, for a tensor with another number of rows, or on all
+            ranks if their rows are of different shapes or types.
     """
     place = current("evener.gather")
     current_batch = place.current_batch("evener.gather was called", tree)
@@ -109,10 +113,24 @@ def gather(tree: T) -> T:
             )
         return gathered(leaf, current_batch.batch.shares, place)
 
-    check_marks([row[0] for row in place.exchange("evener.gather", current_batch.agreed)])
+    kinds = [(each.dtype, *each.shape[1:]) for each in leaves_of(tree) if isinstance(each, Tensor)]
+    rows = place.exchange("evener.gather", current_batch.agreed, float(crc32(repr(kinds).encode())))
+    check_marks([row[0] for row in rows])
+    if len({row[1] for row in rows}) > 1:
+        raise ConfigurationError(_unlike(place.session.control.gather_objects(kinds)))
     with place.session.watchdog.phase("evener.gather", explains=True), waiting():
         found: T = map_leaves(of_all, tree)
     return found
+
+
+def _unlike(of_ranks: list[Any]) -> str:
+    other = next(rank for rank, kinds in enumerate(of_ranks) if kinds != of_ranks[0])
+    texts = [", ".join(f"{kind} {tuple(shape)}" for kind, *shape in of_ranks[rank]) for rank in (0, other)]
+    return (
+        f"evener.gather was given rows of another shape or type on rank {other} than on rank 0, {texts[1]} and "
+        f"{texts[0]}: each rank may pad its share to a length of its own. Pad to one length on all ranks, as in the "
+        "data set, or gather what is computed from them, with one shape for every sample"
+    )
 
 
 def _without_graph(leaf: Any) -> Any:
@@ -176,12 +194,18 @@ def _count_of(value: Tensor, count: float | Tensor | None = None) -> float | Ten
 
 def _over_all(function: Callable[..., Any], place: LoopState) -> OverAll:
     """Returns the prepared loss of the function, the same one each time for a function from the same line of code."""
-    key = getattr(function, "__code__", function)
+    key = _key_of(function)
     if key not in place.functions:
         place.functions[key] = OverAll(function, place)
     found: OverAll = place.functions[key]
     found.function = function
     return found
+
+
+def _key_of(function: Any) -> Any:
+    if isinstance(function, functools.partial) and not is_torchs_own(function):
+        return _key_of(function.func), len(function.args), tuple(sorted(function.keywords))
+    return getattr(function, "__code__", function)
 
 
 def batch_size() -> int:

@@ -9,6 +9,7 @@ import functools
 import zlib
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -31,7 +32,16 @@ from evener.training.prepare.loss_arguments import rows_in
 from evener.training.prepare.loss_kind import LossKind, way_of, way_of_all, way_over_positions
 from evener.training.prepare.loss_of_rows import OfRows, first_number, name_of
 from evener.training.prepare.positions import check_positions, refuse_divided
-from evener.training.prepare.sample_tensor import WITH_REDUCTION, NotSums, Own, leaves_of, own_of, plain_of
+from evener.training.prepare.sample_tensor import (
+    WITH_REDUCTION,
+    NotSums,
+    Own,
+    called,
+    leaves_of,
+    own_of,
+    plain_of,
+    total_of,
+)
 from evener.training.prepare.zero_loss import silent_if_zero
 
 _TWICE = (
@@ -50,13 +60,21 @@ class OverAll:
     """
 
     def __init__(self, function: Any, place: LoopState) -> None:
-        self.function, self._place = function, place
+        self._place, self._of_rows = place, OfRows(function, place)
         self._exact = _exact_or_none(function)
         self._trial = None if self._exact is None else LossTrial(self._exact)
         self._way = LossKind.SUMS if is_torchs_own(function) else None
         self._is_trusted = self._way is not None
         self._courses: set[int] = set()
-        self._of_rows = OfRows(function, place)
+
+    @property
+    def function(self) -> Any:
+        """The function as it was given last."""
+        return self._of_rows.function
+
+    @function.setter
+    def function(self, function: Any) -> None:
+        self._of_rows.function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the loss of the whole batch, a tensor without dimensions, or all values that the function returns.
@@ -120,7 +138,7 @@ class OverAll:
         made: Any = None
         try:
             with self._of_rows.at_work():
-                made = self.function(*own_of(args, joint), **own_of(kwargs, joint))
+                made = called(self.function, own_of(args, joint), own_of(kwargs, joint))
         except Parted:
             return _PARTED
         except NotSums:
@@ -212,7 +230,8 @@ def global_mean(place: LoopState, value: Tensor, count: float | Tensor) -> Tenso
         raise LossError(_TWICE)
     value = plain_of(value)
     if value.dim():
-        return joined(place, value.sum(), count)
+        return joined(place, total_of(value), count)
+    value = value.to(torch.promote_types(value.dtype, torch.float32))  # the sum may overflow float16
     if isinstance(count, Tensor) and place.later.is_late(count):
         return joined(place, silent_if_zero(value) * count.to(value.dtype), count)
     number = float(count)

@@ -101,6 +101,16 @@ def own_of(tree: Any, joint: Joint, is_by_samples: bool = False) -> Any:
     return map_leaves(marked, tree)
 
 
+def called(function: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function of :class:`Own` tensors. PyTorch's own losses are not left to PyTorch's dispatch, which drops
+    the weight of ``l1_loss``."""
+    if isinstance(function, partial):
+        return called(function.func, (*function.args, *args), {**function.keywords, **kwargs})
+    if any(function is getattr(F, name) for name in WITH_REDUCTION):
+        return Own.__torch_function__(function, (Own,), args, kwargs)
+    return function(*args, **kwargs)
+
+
 def plain_of(tree: Any) -> Any:
     """Returns ``tree`` with plain tensors."""
     if isinstance(tree, Tensor):
@@ -155,6 +165,8 @@ _PAIRED = {
 }
 """Losses whose two tensors must have one shape. Otherwise PyTorch would broadcast, and mix samples."""
 
+_OVER_WEIGHTS = {"l1_loss", "mse_loss"}
+"""Losses whose mean with a weight for each element is over the sum of these weights."""
 _BY_SAMPLE = {
     *("add", "sub", "rsub", "mul", "div", "true_divide", "pow", "neg", "abs", "exp", "log", "log1p", "sqrt"),
     *(
@@ -248,7 +260,7 @@ def _over_all(name: str, func: Any, args: Any, kwargs: Any, joint: Joint) -> Any
             return _extreme(name, func, value, joint) if not kwargs and len(args) == 1 else None
         if name == "count_nonzero":
             return joint.join(func(value), 0, _by_one)
-        total = _total(value if (kind := kwargs.get("dtype")) is None else value.to(kind))
+        total = total_of(value if (kind := kwargs.get("dtype")) is None else value.to(kind))
         sizes = (value.numel(), *value.shape[:1])
         return joint.join(total, value.numel(), float if name == "mean" else _by_one, sizes)
     return None
@@ -266,7 +278,7 @@ def _by_one(_: float) -> float:
     return 1.0
 
 
-def _total(each: Tensor) -> Tensor:
+def total_of(each: Tensor) -> Tensor:
     """Returns the sum in at least float32: a sum over a batch overflows float16 and loses precision in bfloat16."""
     if not each.is_floating_point():
         return each.sum()
@@ -294,9 +306,13 @@ def _loss_over_all(name: str, func: Any, args: Any, kwargs: Any, joint: Joint) -
         )
     if name in _PAIRED and given["input"].shape != given["target"].shape:
         return None
+    weight = given.get("weight") if name in _OVER_WEIGHTS and how == "mean" else None
+    if weight is not None and weight.requires_grad:
+        return None
     each = func(**given, reduction="none")
     if name == "ctc_loss" and how == "mean":
         lengths = torch.as_tensor(given["target_lengths"], device=each.device)
         each = each / lengths.clamp(min=1)
-    count = given["input"].shape[0] if how == "batchmean" else each.numel()
-    return joint.join(_total(each), count, divisor, (each.numel(), *each.shape[:1]))
+    count: Any = given["input"].shape[0] if how == "batchmean" else each.numel()
+    count = count if weight is None else total_of(weight)
+    return joint.join(total_of(each), count, divisor, (each.numel(), *each.shape[:1]))
