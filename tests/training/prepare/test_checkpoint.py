@@ -26,6 +26,10 @@ def halves(path: str, stop: int | None, resume: bool) -> tuple[Weights, list[flo
     told, steps = [], 0
     if resume:
         found = evener.load(path, **parts)
+        evener.save(
+            path, **parts, steps=found["steps"]
+        )  # before a pass begins, the place is the one that was loaded
+        evener.load(path, **parts)
         steps = found["steps"]
     while loop.loader.epoch < 3:
         for x, y in loop.loader:

@@ -190,6 +190,8 @@ class PreparedLoader:
         self._untimed: CurrentBatch | None = None
         self._began = self._ordered = place.random.held()
         self._resumed: tuple[Tensor, Tensor] | None = None
+        self._loaded: dict[str, Any] | None = None
+        """The state that was loaded, until a pass begins from it."""
 
     def _by_cost(self, config: RunConfig, cost: Cost | None) -> CostDivision | None:
         """Returns how batches are divided by cost; None without costs. A collective call."""
@@ -225,7 +227,7 @@ class PreparedLoader:
         shares.drawn.clear()
         self._handed_out, random = shares.skip, place.random
         random.follow()
-        resumed, self._resumed = self._resumed, None
+        resumed, self._resumed, self._loaded = self._resumed, None, None
         later = random.held()
         self._began = later if resumed is None else resumed[0]
         random.load_state(self._began)
@@ -295,6 +297,8 @@ class PreparedLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the data: epoch, batches yielded, and the states from which its order was drawn."""
+        if self._loaded is not None:
+            return dict(self._loaded)
         return {
             "epoch": self._shares.epoch,
             "batches": self._handed_out,
@@ -307,6 +311,7 @@ class PreparedLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes the next pass begin at the position in ``state``. Batches of the epoch before it are not read."""
+        self._loaded = dict(state)
         self._shares.epoch, self._shares.skip = state["epoch"], state["batches"]
         self._shares.step = state["step"]
         self.balancer.load_state_dict(state["balancer"])
