@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import evener
+from evener.training.prepare.gradient_part import _made
 from tests.tiers import ALWAYS, NIGHTLY, crossed
 from tests.training.prepare import test_loops, test_prepare, test_silent_errors
 from tests.training.prepare.running import Loop, Weights, model_of, prepared, with_settings
@@ -50,7 +53,8 @@ def found_of(loop: Loop, *told: float) -> Weights:
 
 
 def clipping(is_prepared: bool) -> Weights:
-    loop, told = loop_of(is_prepared), list[float]()
+    one = nn.PReLU().double()  # of whose number one rank has nothing
+    loop, told = Loop(is_prepared, adamw, nn.Sequential(*model(), one)), list[float]()
     for step, (x, y) in enumerate(loop.loader):
         loop.optimizer.zero_grad()
         loop.backward(x, y)
@@ -86,6 +90,30 @@ def looking_at_gradients(is_prepared: bool) -> Weights:
         loop.model[5].weight.grad = None
         loop.optimizer.step()
     return found_of(loop, *told)
+
+
+def parts_of_one_rank_or_none() -> list[float]:
+    """Numbers of a gradient of which rank 0 has nothing, and rank 1 what is no number, or large."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    found: list[float] = []
+    for kind, values in (
+        (torch.float64, [math.nan, -1.0]),
+        (torch.float16, [300.0, 300.0]),
+        (torch.float32, [2.0, 0.0]),
+    ):
+        plain = torch.tensor(values if rank else [], dtype=kind)
+        part = _made(plain, group, len(values), lambda _: None)
+        found += [float(part.norm(math.inf)), float(part.max()), float(part.min()), float(part.norm())]
+        found += [float(part.all()), float(part.any()), float(part.mean())]
+    return found
+
+
+def test_numbers_of_a_gradient_are_those_of_all_ranks(ranks: Any) -> None:
+    nan, norm = math.nan, float(torch.tensor(300 * 2**0.5, dtype=torch.float16))
+    expected = [nan, nan, nan, nan, 1, 1, nan, 300, 300, 300, norm, 1, 1, 300, 2, 2, 0, 2, 0, 1, 1]
+    for found in ranks(2).run(parts_of_one_rank_or_none):
+        assert found == pytest.approx(expected, nan_ok=True)
 
 
 def with_a_scaler(is_prepared: bool) -> Weights:

@@ -339,9 +339,10 @@ class AllRanks(Joint):
         rows = _exchanged(place, code, 0.0 if is_late else float(value), number, is_late=is_late)
         values: Any = of_all(place, value).unbind() if is_late else [row[1] for row in rows]
         found = [each for each, row in zip(values, rows, strict=True) if row[2]] or [values[place.rank]]
-        if is_late:
-            return _like(value, (torch.amax if kind == "max" else torch.amin)(torch.stack(found)))
-        return value.detach().new_tensor((max if kind == "max" else min)(found))
+        reduced = torch.amax if kind == "max" else torch.amin  # unlike Python's, these keep NaN
+        return _like(
+            value, reduced(torch.stack([torch.as_tensor(each, dtype=torch.float64) for each in found]))
+        )
 
 
 def agreed(place: LoopState, way: LossKind) -> LossKind:

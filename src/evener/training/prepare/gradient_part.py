@@ -184,28 +184,46 @@ class GradientPart(Tensor):
         plain = self.plain
         if name in _EXTREMES:
             kind = _EXTREMES[name]
+            plain = plain.bool() if name in ("any", "all") else plain
             numbers = plain if plain.is_floating_point() else plain.to(torch.int64)
-            none = -math.inf if kind == "max" else math.inf
+            least = -math.inf if numbers.is_floating_point() else -torch.iinfo(torch.int64).max
             if not plain.numel():
-                here = torch.full((), none, dtype=torch.float64).to(numbers.dtype)
+                here = numbers.new_full((), least if kind == "max" else -least)
             else:
                 here = numbers.max() if kind == "max" else numbers.min()
-            return self.over_all(here, kind).to(torch.bool if name in ("any", "all") else plain.dtype)
+            return self.over_all(here, kind).to(plain.dtype)
+        wide = torch.promote_types(plain.dtype, torch.float32)  # float16 cannot hold many squares
         if name == "mean":
-            return self.over_all(plain.sum(), "sum") / self.count
+            return (self.over_all(plain.sum(dtype=wide), "sum") / self.count).to(plain.dtype)
         if name == "sum":
             return self.over_all(func(*args, **kwargs), "sum")
-        local = torch.linalg.vector_norm(plain, float(order))
+        local = _norm_of(plain, float(order))
         if math.isinf(float(order)):
             return self.over_all(local, "max")
-        return self.over_all(local.pow(order), "sum").pow(1 / float(order))
+        powers = local.to(torch.promote_types(local.dtype, torch.float32)).pow(order)
+        return self.over_all(powers, "sum").pow(1 / float(order)).to(local.dtype)
 
     def over_all(self, number: Tensor, kind: str) -> Tensor:
         """Combines a number of each rank, in place. A collective call."""
         self.meet(NUMBER)
-        operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[kind]
-        dist.all_reduce(number, operation, group=self.group)
-        return number
+        if kind == "sum":
+            dist.all_reduce(number, group=self.group)
+            return number
+        return number.copy_(greatest(number, self.group) if kind == "max" else -greatest(-number, self.group))
+
+
+def _norm_of(plain: Tensor, order: float) -> Tensor:
+    if plain.numel() or not math.isinf(order):
+        return torch.linalg.vector_norm(plain, order)
+    return plain.real.new_zeros(())  # PyTorch knows no greatest of nothing
+
+
+def greatest(number: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns the greatest of the numbers of all ranks; NaN if one is, which backends lose. A collective call."""
+    both = torch.stack([number, number.isnan().to(number.dtype)])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    found, is_nan = both.unbind()
+    return found.masked_fill(is_nan.bool(), math.nan) if number.is_floating_point() else found
 
 
 def part_of(plain: Tensor, axes: tuple[str, ...], count: int, mesh: Mesh, meet: Meet) -> Tensor:

@@ -23,7 +23,7 @@ from evener.hardware.timers import waiting
 from evener.strategies.learner import Learner
 from evener.torch_internals.clip_grad import TotalNorm, replace_total_norm
 from evener.training.prepare.divided_model import Meeting
-from evener.training.prepare.gradient_part import NUMBER
+from evener.training.prepare.gradient_part import NUMBER, greatest
 from evener.training.prepare.sample_tensor import plain_of
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class NumbersOfParts:
             groups.setdefault(axes.get(place, ()), []).append(local(gradient))
         device = next(iter(groups.values()))[0].device
         norms = [
-            self._over(axes, plain(group).double(), order).to(device)
+            self._over(axes, plain([each for each in group if each.numel()]).double(), order).to(device)
             for axes, group in sorted(groups.items())
         ]
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
@@ -142,5 +142,7 @@ class NumbersOfParts:
         powers = norm if math.isinf(order) else norm.pow(order)
         total = off_host(powers.reshape(1).clone(), self._mesh)
         with waiting():
-            dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=group)
-        return total[0] if math.isinf(order) else total[0].pow(1 / order)
+            if math.isinf(order):
+                return greatest(total[0], group)
+            dist.all_reduce(total, group=group)
+        return total[0].pow(1 / order)
