@@ -46,7 +46,9 @@ def with_gradient(loss: Loss, x: Tensor) -> tuple[Tensor, Tensor | None]:
     return value.detach(), x.grad
 
 
-def of_parts(sizes: list[int], options: dict[str, Any]) -> list[tuple[Tensor, Tensor | None]]:
+def of_parts(
+    sizes: list[int], options: dict[str, Any], cases: list[tuple[Tensor, Tensor]]
+) -> list[tuple[Tensor, Tensor | None]]:
     with Session("cpu", 60) as session:
         group = session.lay(Layout({"tensor": session.world_size})).group("tensor")
 
@@ -54,7 +56,15 @@ def of_parts(sizes: list[int], options: dict[str, Any]) -> list[tuple[Tensor, Te
             part = split(x, group, min(1, x.dim() - 1), sizes)
             return vocabulary_parallel_cross_entropy(part, y, group, sizes, **options)
 
-        return [with_gradient(partial(loss, y=y), x) for x, y in CASES]
+        return [with_gradient(partial(loss, y=y), x) for x, y in cases]
+
+
+def masked() -> list[tuple[Tensor, Tensor]]:
+    """The scores of a class that does not occur are -inf, as those that fill a vocabulary up."""
+    return [
+        (x.index_fill(min(1, x.dim() - 1), torch.tensor(CLASSES - 1), -torch.inf), y % (CLASSES - 1))
+        for x, y in CASES
+    ]
 
 
 @pytest.mark.parametrize("sizes", [[3, 2, 2], [1, 5, 1]], ids=str)
@@ -62,8 +72,9 @@ def of_parts(sizes: list[int], options: dict[str, Any]) -> list[tuple[Tensor, Te
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_it_is_that_of_whole_scores(ranks: Any, sizes: list[int], smoothing: float, reduction: str) -> None:
     options = {"label_smoothing": smoothing, "reduction": reduction, "ignore_index": IGNORED}
-    expected = [with_gradient(partial(F.cross_entropy, target=y, **options), x) for x, y in CASES]
-    for found in ranks(3).run(of_parts, sizes, options):
+    cases = CASES if smoothing else [*CASES, *masked()]
+    expected = [with_gradient(partial(F.cross_entropy, target=y, **options), x) for x, y in cases]
+    for found in ranks(3).run(of_parts, sizes, options, cases):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 

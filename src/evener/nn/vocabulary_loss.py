@@ -95,10 +95,11 @@ class _CrossEntropy(torch.autograd.Function):
         shifted = scores - largest(scores.amax(-1), group)[..., None]
         exponentials = shifted.exp()
         of_target = shifted.gather(-1, place)[..., 0].masked_fill(~here, 0)
-        sums = summed(torch.stack([exponentials.sum(-1), of_target, shifted.sum(-1)]), group)
+        everything = [shifted.sum(-1)] if smoothing else []  # with a masked class it is infinite
+        sums = summed(torch.stack([exponentials.sum(-1), of_target, *everything]), group)
         ctx.save_for_backward(exponentials / sums[0][..., None], place, here, kept)
         ctx.smoothing, ctx.smoothed = smoothing, smoothing / sum(sizes)
-        terms = sums[0].log() - (1 - smoothing) * sums[1] - ctx.smoothed * sums[2]
+        terms = sums[0].log() - (1 - smoothing) * sums[1] - sum(ctx.smoothed * each for each in sums[2:])
         nobodys = kept & ((targets < 0) | (targets >= sum(sizes)))
         result: Tensor = terms.masked_fill(~kept, 0).masked_fill(nobodys, math.nan)
         return result

@@ -45,6 +45,19 @@ class Words(nn.Module):
         return self.last(torch.tanh(self.norm(self.first(words).flatten(0, 1))))
 
 
+class Turning(Words):
+    """With complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        turns = torch.randn(12, dtype=torch.complex128, generator=torch.Generator().manual_seed(2))
+        self.turns = nn.Parameter(turns)
+
+    def forward(self, words: Tensor) -> Tensor:
+        made = self.first(words).flatten(0, 1)
+        return self.last(torch.tanh((made * self.turns).real + (made * self.turns).imag))
+
+
 def total(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
@@ -95,10 +108,13 @@ def on(ranks: Any, size: int, build: Callable[[], Task], **settings: Any) -> dic
     return found[0]
 
 
+@pytest.mark.parametrize("build", [task, partial(task, model=Turning)], ids=["real", "complex"])
 @pytest.mark.parametrize("balance", ["1,1", "3,1"])
-def test_merging_after_each_batch_is_data_parallelism(ranks: Any, balance: str) -> None:
-    local = on(ranks, 2, task, strategy=LocalSgd(sync_every=1), balance=balance)
-    assert worst(on(ranks, 2, task, strategy="ddp"), local) < ROUNDING
+def test_merging_after_each_batch_is_data_parallelism(
+    ranks: Any, balance: str, build: Callable[[], Task]
+) -> None:
+    local = on(ranks, 2, build, strategy=LocalSgd(sync_every=1), balance=balance)
+    assert worst(on(ranks, 2, build, strategy="ddp"), local) < ROUNDING
 
 
 def test_an_outer_step_after_each_batch_is_nesterovs_method(ranks: Any) -> None:

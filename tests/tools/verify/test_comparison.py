@@ -35,6 +35,7 @@ def test_relative_error(a: list[float], b: list[float], error: float) -> None:
 def test_relative_error_of_numbers_that_are_not_floating() -> None:
     assert relative_error(torch.tensor([4, 2]), torch.tensor([4, 1])) == 0.25
     assert relative_error(torch.tensor([True, False]), torch.tensor([True, True])) == 1.0
+    assert relative_error(torch.tensor([4 + 2j]), torch.tensor([4 + 1j])) == 0.25
 
 
 def test_what_rounding_explains_passes() -> None:

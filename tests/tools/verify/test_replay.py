@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from evener.checkpoint.weights_file import read_weights
 from evener.cli.main import main
 from evener.errors import ConfigurationError, DataError
 from evener.tools.verify.replay import ReplayedRun, replay
@@ -60,6 +62,13 @@ def turn_round(merges: list[Any]) -> None:
 def test_an_edited_order_is_found(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--replay", str(edited(run, tmp_path, turn_round, (0, 1, 2, 3)))]) == 1
     assert capsys.readouterr().out.startswith("FAIL")
+
+
+def test_weights_that_are_nan_are_other_ones(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = dict(read_weights(run))
+    weights[list(weights)[-1]].fill_(math.nan)
+    monkeypatch.setattr("evener.tools.verify.replay.read_weights", lambda run: weights)
+    assert not replay(run).passed
 
 
 def lose(merges: list[Any]) -> None:

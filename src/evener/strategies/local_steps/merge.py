@@ -30,6 +30,7 @@ from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import waiting
 from evener.strategies.learner import Learner
 from evener.strategies.local_steps.replicas import ReplicaSet
+from evener.strategies.running_moments import as_real
 
 
 @dataclass
@@ -141,14 +142,15 @@ class Merge:
 
     def _weighted(self, bucket: list[nn.Parameter], weights: list[float], squares: Tensor) -> Tensor:
         """Returns the weighted sum of this rank's differences in one flat tensor, and adds their squares."""
-        wide = torch.promote_types(bucket[0].dtype, torch.float32)
-        size = sum(local(p).numel() for p in bucket)
+        held = [as_real(local(p.detach())) for p in bucket]
+        wide = torch.promote_types(held[0].dtype, torch.float32)
+        size = sum(each.numel() for each in held)
         flat = torch.zeros(size, dtype=wide, device=bucket[0].device)
         for replica, weight in zip(self._replicas.all, weights, strict=True):
             start = 0
             for parameter in bucket if weight else ():
-                own = self._replicas.weights_of(replica, parameter)
-                difference = (self._replicas.merged[parameter].to(wide) - own.to(wide)).flatten()
+                own = as_real(self._replicas.weights_of(replica, parameter))
+                difference = (as_real(self._replicas.merged[parameter]).to(wide) - own.to(wide)).flatten()
                 flat[start : start + difference.numel()].add_(difference, alpha=weight)
                 squares += weight * difference.square().sum()
                 start += difference.numel()
@@ -195,11 +197,13 @@ class Merge:
         broadcast_together(whole, ranks, 0, self._learner.settings.bucket_nbytes)
 
     def _to_gradients(self, bucket: list[nn.Parameter], flat: Tensor) -> None:
-        held = [local(p) for p in bucket]
+        held = [as_real(local(p.detach())) for p in bucket]
         for parameter, own, part in zip(
             bucket, held, torch.split(flat, [own.numel() for own in held]), strict=True
         ):
-            parameter.grad = as_held(part.view_as(own).to(own.dtype), parameter)
+            gradient = part.view_as(own).to(own.dtype)
+            made = torch.view_as_complex(gradient) if parameter.is_complex() else gradient
+            parameter.grad = as_held(made, parameter)
 
     def _step(self, parameters: list[nn.Parameter]) -> None:
         """Steps the outer optimizer from the merged weights, and gives the result to the replicas of this rank."""

@@ -16,7 +16,7 @@ from evener.errors import ConfigurationError
 from evener.tools.verify import rounding_floor as floors
 from evener.tools.verify.hints import Evidence, hint
 from evener.tools.verify.rounding_floor import ComparedPlace, Numbers, PlaceKind
-from evener.tools.verify.trajectory import Trajectory
+from evener.tools.verify.trajectory import Trajectory, as_real
 from evener.training.factory import balance_of, strategy_of
 
 LIMIT = 20.0
@@ -242,7 +242,7 @@ def relative_error(reference: Tensor, other: Tensor) -> float:
     Elements that are equal count as equal also if both are the same infinity or both are NaN, as in an attention mask.
     If an element is not finite in only one of the two, the result is not finite. Such elements do not count in max|a|.
     """
-    a, b = reference.double(), other.double()
+    a, b = as_real(reference).double(), as_real(other).double()
     if a.numel() == 0:
         return 0.0
     same = (a == b) | (a.isnan() & b.isnan())

@@ -8,6 +8,7 @@ bits of the first weights disturbed.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from evener.strategies.asynchronous.ledger import Contribution, Merges, ages
 from evener.strategies.asynchronous.strategies import Asynchronous, RecordedAsynchronous
 from evener.tools.verify.comparison import LIMIT
 from evener.tools.verify.perturbation import disturb
+from evener.tools.verify.rounding_floor import distance, norm
+from evener.tools.verify.trajectory import as_real
 from evener.training.builtin_tasks import BUILT_IN
 from evener.training.engine import Engine
 from evener.training.factory import strategy_of
@@ -237,10 +240,10 @@ def _check_names(run: Path, found: Mapping[str, Tensor], expected: Mapping[str, 
 
 
 def _farthest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Returns the largest relative distance of a tensor, and its name."""
+    """Returns the largest relative distance of a tensor, of which NaN is one, and its name."""
 
-    def distance(name: str) -> float:
-        ours, theirs = found[name].detach().double(), expected[name].double()
-        return float((ours - theirs).norm() / (theirs.norm() or 1.0))
+    def relative(name: str) -> float:
+        ours, theirs = as_real(found[name].detach()), as_real(expected[name])
+        return distance(ours, theirs) / (norm(theirs) or 1.0)
 
-    return max((distance(name), name) for name in found)
+    return max(((relative(name), name) for name in found), key=lambda each: (math.isnan(each[0]), *each))
