@@ -302,6 +302,7 @@ class _GatheredLinear(torch.autograd.Function):
             return *differentiable_gradients(again, (x, weight, bias), ctx.needs_input_grad, dy), None
         of_x, of_weight, of_bias, _ = ctx.needs_input_grad
         place, rows = (pieces.dim, pieces.sizes, pieces.group), dy.flatten(0, -2)
-        dx = messages.scattered(dy @ weight, *place) if of_x else None
-        dw = rows.t() @ messages.gathered(x, *place).flatten(0, -2) if of_weight else None
+        # Autocast, which computes forward in dy's dtype, is over: like it, this sums over the ranks in that of x.
+        dx = messages.scattered((dy @ weight.to(dy.dtype)).to(x.dtype), *place) if of_x else None
+        dw = rows.t() @ messages.gathered(x.to(dy.dtype), *place).flatten(0, -2) if of_weight else None
         return dx, dw, rows.sum(0) if of_bias else None, None

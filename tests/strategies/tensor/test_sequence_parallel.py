@@ -43,6 +43,14 @@ def exact(ranks: Any, size: int, name: str, strategy: Any, **settings: Any) -> N
     assert len({one.digest for one in divided}) == 1, "replicas differ"
 
 
+def test_half_precision_is_that_of_one_device(ranks: Any) -> None:
+    settings = {"dtype": None, "precision": "bf16"}
+    reference = trajectory("pre_norm", Environment(), strategy="single", **settings)
+    (divided, _) = ranks(2).run(trajectory, "pre_norm", strategy=DERIVED, **settings)
+    assert divided.losses == pytest.approx(reference.losses, rel=1e-2)
+    assert worst(reference.weights, divided.weights) <= 0.05
+
+
 CASES = [
     ("in_a_row", DERIVED),
     ("pre_norm", DERIVED),
