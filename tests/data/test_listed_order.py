@@ -13,6 +13,7 @@ import torch.distributed as dist
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.data.sampler import ListedOrder
+from evener.data.sharded import ShardedDataset
 from evener.errors import ConfigurationError
 from evener.training.engine import Engine
 from tests import tasks
@@ -103,3 +104,29 @@ def test_a_run_that_goes_on_with_another_order_is_told(tmp_path: Path) -> None:
             engine.load(tmp_path)
     with Engine(ordered(backwards), config) as engine:
         engine.load(tmp_path)
+
+
+def sharded(together: int = 2, window: int = 0, lengths: tuple[int, ...] = (9, 9, 12)) -> Task:
+    rows = tasks.plain().train
+
+    def opened(shard: int) -> Any:
+        begin = sum(lengths[:shard])
+        return (rows[index] for index in range(begin, begin + lengths[shard]))
+
+    data = ShardedDataset(range(3), opened, lengths=lengths, together=together, window=window)
+    return dataclasses.replace(tasks.plain(), train=data)
+
+
+def test_shards_in_another_order_are_refused_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    config = RunConfig(device="cpu", batch_size=5, steps=6)
+    with Engine(sharded(), config) as engine:
+        for batch in engine.batches():
+            engine.save(tmp_path / str(engine.steps_done), keep=9)
+            engine.step(batch)
+    for other in (sharded(together=3), sharded(window=4), sharded(lengths=(9, 12, 9))):
+        with Engine(other, config) as engine:
+            engine.load(tmp_path / "0")
+            with pytest.raises(ConfigurationError, match="of shards with other lengths, or another together"):
+                engine.load(tmp_path / "2")
+    with Engine(sharded(), config) as engine:
+        engine.load(tmp_path / "2")

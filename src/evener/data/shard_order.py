@@ -19,6 +19,7 @@ With a ``window``, each shard's samples are shuffled within stretches of that ma
 
 from __future__ import annotations
 
+import zlib
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -90,6 +91,10 @@ class ShardOrder(Order):
         """Returns the positions of ``ids``. Takes the time to list the epoch."""
         listed = self.ids_at(epoch, np.arange(self.size))
         return np.argsort(listed)[np.asarray(ids, dtype=np.int64)]
+
+    def checksum(self) -> int:
+        """Returns the CRC-32 of what decides the order beside the seed, to recognise it when a run resumes."""
+        return zlib.crc32(repr((self.lengths, self.together, self.window)).encode())
 
     @cached_property
     def offsets(self) -> list[int]:

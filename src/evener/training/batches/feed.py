@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
@@ -21,6 +22,7 @@ from evener.data.batch import Batch
 from evener.data.grains import in_whole_blocks, padded
 from evener.data.loader import Loader
 from evener.data.sections import Sections
+from evener.data.shard_order import ShardOrder
 from evener.data.stream_state import StreamState
 from evener.distributed.control_channel import Channel
 from evener.errors import ConfigurationError
@@ -58,6 +60,7 @@ class BatchFeed:
             config = check_rounds(config, learner, learner.rounds)
             self._reading = replace(self._reading, ranks=learner.rounds.parts)
         self._listed = _agreed_order(self._reading, learner.session.control)
+        self._arranged = _arranged(self._reading, config.seed, learner.session.control)
         if config.steps is None and getattr(self._reading.dataset, "endless", False):
             raise ConfigurationError(
                 "the training set says that it is endless, and so is an epoch of it: give the run a number of steps "
@@ -116,7 +119,8 @@ class BatchFeed:
         """Returns the settings that decide which samples a step has."""
         parts = self._reading.parts
         sizes = None if parts is None else list(parts.sizes)
-        return SampleOrder(self._config.seed, self._batch_size, self._reading.size, sizes, self._listed)
+        orders = self._listed, self._arranged
+        return SampleOrder(self._config.seed, self._batch_size, self._reading.size, sizes, *orders)
 
     def open(self, progress: Progress) -> Loader:
         """Returns a loader of the batches from ``progress`` on, which the caller must close."""
@@ -380,3 +384,15 @@ def _agreed_order(reading: Reading, control: Channel) -> int | None:
             "what it draws"
         )
     return own
+
+
+def _arranged(reading: Reading, seed: int, control: Channel) -> int | None:
+    """Returns the checksum of what decides the order of a data set that has its own, on all ranks together. Returns
+    None if it has none. A collective call."""
+    order = None if reading.listed is not None else reading.shuffled(seed)
+    found = control.gather_objects(order.checksum() if isinstance(order, ShardOrder) else None)
+    return (
+        None
+        if not any(found)
+        else zlib.crc32(repr(found if reading.parts is not None else found[:1]).encode())
+    )

@@ -50,6 +50,8 @@ class SampleOrder:
     """Number of samples of each rank, if ranks own samples of their own."""
     listed: int | None = None
     """Checksum of the order that the task gives, if it gives one."""
+    arranged: int | None = None
+    """Checksum of what decides the order of a data set that has an order of its own."""
 
     def saved(self, progress: Progress) -> dict[str, Any]:
         """Returns the progress and this order as plain values."""
@@ -72,6 +74,11 @@ class SampleOrder:
             raise ConfigurationError(
                 "the checkpoint was made with another Task.order: samples would be repeated or lost; go on with the "
                 "same order, or begin a new run"
+            )
+        if saved["position"] and saved.get("arranged", self.arranged) != self.arranged:
+            raise ConfigurationError(
+                "the checkpoint was made in the middle of an epoch of shards with other lengths, or another together "
+                "or window: samples would be repeated or lost; go on with the same, or from the end of an epoch"
             )
         if saved["length"] != self.length and self.parts is None:
             raise ConfigurationError(
