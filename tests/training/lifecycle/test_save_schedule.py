@@ -242,10 +242,10 @@ def test_a_full_disk_stops_the_run_or_not_as_asked(tmp_path: Path) -> None:
     assert kept(tmp_path) == [8], "the best one, too, could not be saved after the first epoch"
     assert (place / "best").read_text().strip() == "step-00000008"
     assert "was not saved: rank 0 could not write it" in words_of(tmp_path)
-    with pytest.raises(CheckpointError, match="rank 0 could not write it"):
-        alone(
-            run_dir=tmp_path / "b", observers=[FullFor(tmp_path / "b/checkpoints", 99)], on_full_disk="go-on"
-        )
+    for mode in ("async", "blocking"):  # a run that cannot write its last checkpoint has not ended well
+        full = FullFor(tmp_path / mode / "checkpoints", 99)
+        with pytest.raises(CheckpointError, match="rank 0 could not write it"):
+            alone(run_dir=tmp_path / mode, observers=[full], on_full_disk="go-on", save_mode=mode)
 
 
 def fails_on_rank_one(path: Path) -> str:

@@ -85,7 +85,7 @@ class Saving:
         self._unwritten: tuple[Path, str] | None = None
         self._told = ""
         self._interval = Interval.parse(config.save_every)
-        self._saved_at = engine.steps_done if is_saved else -1
+        self._saved_at = self._tried_at = engine.steps_done if is_saved else -1
         self._last = time.monotonic()
         if best.metric and engine.task.evaluate is None:
             raise ConfigurationError(f"keep_best {config.keep_best!r}: the task has nothing to evaluate on")
@@ -139,7 +139,7 @@ class Saving:
         else:
             number -= 1
         wish = self._engine.step_sync.wished(number)
-        return wish if wish >= Wish.STOP or number >= self._saved_at else 0.0
+        return wish if wish >= Wish.STOP or number >= self._tried_at else 0.0
 
     def _is_due(self, batch: Batch) -> bool:
         steps, epochs = self._interval.steps, self._interval.epochs
@@ -151,8 +151,9 @@ class Saving:
         wait = self._config.save_mode == "blocking" if wait is None else wait
         with self._timed():
             self._bearing(self._engine.finish_saving)
-            self._bearing(lambda: self._write(wait))
-        self._saved_at, self._last = self._engine.steps_done, time.monotonic()
+            is_written = self._bearing(lambda: self._write(wait))
+        self._tried_at, self._last = self._engine.steps_done, time.monotonic()
+        self._saved_at = self._tried_at if is_written else -1
 
     def _write(self, wait: bool = True) -> None:
         self._engine.save(self._directory, keep=self._config.keep, wait=wait)
@@ -166,15 +167,18 @@ class Saving:
         if self._engine.session.rank == 0 and seconds >= _WORTH_NOTING:
             append_attempt(self._directory.parent, SaveRecord(self._engine.steps_done, seconds))
 
-    def _bearing(self, act: Callable[[], object]) -> None:
-        """Calls ``act``. If a write failed, raises or only reports it, as ``on_full_disk`` says."""
+    def _bearing(self, act: Callable[[], object]) -> bool:
+        """Calls ``act``. If a write failed, raises or only reports it and returns False, as ``on_full_disk`` says."""
+        failed = False
         try:
             act()
         except CheckpointError as error:
             if self._config.on_full_disk == "stop":
                 raise
             self._engine.observers.event(Note(self._engine.steps_done, f"{error}; the run goes on"))
+            failed = True
         self._tell_not_uploaded()
+        return not failed
 
     def _tell_not_uploaded(self) -> None:
         """Reports once that a checkpoint was not uploaded, which does not end the run."""
