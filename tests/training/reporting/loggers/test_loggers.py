@@ -66,6 +66,22 @@ def test_a_run_that_goes_on_leaves_out_what_came_after_its_checkpoint(tmp_path: 
     assert len(rows(path)) == 2 * (len(SEEN) + 1)
 
 
+def test_a_table_of_a_killed_run_has_all_that_was_told_and_no_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.csv"
+    killed = CsvFile(path)
+    killed.start(RunStart("task", {}, 2, 8, total_steps=40, steps_done=0))
+    killed.step(StepRecord(1, 0, 0.25, samples=8, seconds=0.25, shares=(8,), lr=0.5))
+    found = rows(path)
+    assert [name for _, name, _ in found] == ["train/loss", "train/lr", "train/step_seconds"]
+    with path.open("ab") as file:
+        file.write(b"2,train/loss,0.1")
+    again = CsvFile(path)
+    again.start(RunStart("task", {}, 2, 8, total_steps=40, steps_done=5))
+    assert rows(path) == found
+    for each in (killed, again):
+        each.end(None)
+
+
 def test_a_table_that_cannot_be_written_says_where(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="numbers cannot be written"):
         followed(CsvFile(tmp_path))

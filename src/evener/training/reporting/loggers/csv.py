@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 from evener.core.observer import Observer
 from evener.core.os_errors import storage_errors
 from evener.core.records import EvaluationRecord, RunStart, RunSummary, StepRecord
+from evener.files import replacing
 from evener.training.reporting.loggers import scalars as numbers
 
 
@@ -24,15 +27,14 @@ class CsvFile(Observer):
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
 
     def start(self, run: RunStart) -> None:
         with storage_errors(f"the numbers cannot be written to {self._path}"):
             kept = _until(self._path, run.steps_done) if run.steps_done and self._path.is_file() else []
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("w", newline="")
-            self._writer = csv.writer(self._file)
-            self._writer.writerows([["steps", "name", "value"], *kept])
+            with replacing(self._path, follow=True) as file:
+                file.write(_text([["steps", "name", "value"], *kept]))
+            self._file = self._path.open("ab", buffering=0)  # what is written stays if the run is killed
 
     def step(self, record: StepRecord) -> None:
         self._write(record.step + 1, numbers.of_step(record))
@@ -47,11 +49,21 @@ class CsvFile(Observer):
             self._file = None
 
     def _write(self, steps: int, values: dict[str, float]) -> None:
+        assert self._file is not None, "the run has not begun"
+        rows = memoryview(_text([steps, name, repr(value)] for name, value in values.items()))
         with storage_errors(f"the numbers cannot be written to {self._path}"):
-            self._writer.writerows([steps, name, repr(value)] for name, value in values.items())
+            while rows:
+                rows = rows[self._file.write(rows) :]
+
+
+def _text(rows: Iterable[Iterable[object]]) -> bytes:
+    found = io.StringIO(newline="")
+    csv.writer(found).writerows(rows)
+    return found.getvalue().encode()
 
 
 def _until(path: Path, steps_done: int) -> list[list[str]]:
-    with path.open(newline="") as file:
-        rows = [row for row in csv.reader(file) if len(row) == 3 and row[0].isdigit()]
+    whole, end, _ = path.read_bytes().rpartition(b"\n")  # behind it is a line that was not written to its end
+    lines = io.StringIO((whole + end).decode(), newline="")
+    rows = [row for row in csv.reader(lines) if len(row) == 3 and row[0].isdecimal()]
     return [row for row in rows if int(row[0]) <= steps_done]
