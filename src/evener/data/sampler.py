@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -31,6 +31,7 @@ _ROUNDS = 8
 _BLOCK = (
     1 << 14
 )  # positions evaluated at once, to spread the fixed cost of array operations over 16,384 samples
+_EPOCHS_KEPT = 4
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)  # the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 
@@ -158,11 +159,16 @@ class ListedOrder(Order):
 
     listed: Callable[[int], ArrayLike] = range
     samples: int = 0
+    _known: dict[int, Ids] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The lists of the last epochs that were asked for."""
 
     @classmethod
     def of_task(cls, listed: Callable[[int], ArrayLike], samples: int) -> ListedOrder:
         """Creates the order from ``Task.order``, for a data set of ``samples`` samples. Epoch 0 gives the size."""
-        return cls(len(_numbers(listed, 0, samples)), listed=listed, samples=samples)
+        first = _numbers(listed, 0, samples)
+        order = cls(len(first), listed=listed, samples=samples)
+        order._known[0] = first
+        return order
 
     def ids(self, epoch: int, start: int, stop: int) -> Ids:
         if not 0 <= start <= stop <= self.size:
@@ -184,16 +190,21 @@ class ListedOrder(Order):
         return zlib.crc32(self._epoch(0).tobytes())
 
     def _epoch(self, epoch: int) -> Ids:
+        found = self._known.get(epoch)
+        if found is not None:
+            return found
         found = _numbers(self.listed, epoch, self.samples)
         if len(found) != self.size:
             raise ConfigurationError(
                 f"Task.order lists {len(found)} samples for epoch {epoch}, and {self.size} for the first: it must list "
                 "as many for each, so that the run knows its steps"
             )
+        for old in list(self._known)[: -_EPOCHS_KEPT + 1 or None]:
+            del self._known[old]
+        self._known[epoch] = found
         return found
 
 
-@lru_cache(maxsize=4)
 def _numbers(listed: Callable[[int], ArrayLike], epoch: int, samples: int) -> Ids:
     found = np.asarray(listed(epoch))
     if found.ndim != 1 or not found.size or found.dtype.kind not in "iu":
