@@ -122,6 +122,21 @@ def test_forms_of_a_file(tmp_path: Path, form: str) -> None:
     assert_same({name: value.double() for name, value in tied.items()}, target.state_dict(), 0.0)
 
 
+class Inner(nn.Module):
+    """A model whose weights all have names that begin as those in DDP do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 3)
+
+
+@pytest.mark.parametrize("begin", ["", "module.", "_orig_mod.module."])
+def test_a_part_of_the_model_s_that_is_called_module_is_none_of_ddp_s(begin: str) -> None:
+    source, target = Inner(), Inner()
+    fill(target, {begin + name: value for name, value in source.state_dict().items()}, "the file")
+    assert_same(source.state_dict(), target.state_dict(), 0.0)
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return os.system, ("touch harmed",)

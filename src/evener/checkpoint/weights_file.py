@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -294,9 +294,9 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
         ConfigurationError: If names, shapes or kinds of dtype are not those of the model.
         DataError: If a parameter is not finite, or a buffer has NaN.
     """
-    given = {_plain(name, weights): name for name in weights}
     own = {clean_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
     own = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+    given = _by_own_names(weights, own)
     _check_names(own, given, source)
     _each(own, given, weights, lambda name, value, tensor: _check(name, value, tensor, source))
     _each(own, given, weights, lambda name, value, tensor: value.copy_(tensor))
@@ -313,10 +313,13 @@ def _each(
             act(name, value, weights[given[name]])
 
 
-def _plain(name: str, names: Mapping[str, Any]) -> str:
-    """Removes the prefixes of wrappers from ``name``. Removes DDP's ``module.`` only if all names begin with it."""
-    wrapped = all(other.startswith("module.") for other in names)
-    return clean_name(name.removeprefix("module.") if wrapped else name)
+def _by_own_names(names: Iterable[str], own: Collection[str]) -> dict[str, str]:
+    """Returns the names by those without the prefixes of wrappers. Removes DDP's ``module.`` if all names begin with it
+    and are not the model's own."""
+    plain = {clean_name(name): name for name in names}
+    while not plain.keys() <= set(own) and all(name.startswith("module.") for name in plain):
+        plain = {clean_name(name.removeprefix("module.")): whole for name, whole in plain.items()}
+    return plain
 
 
 def _check_names(own: Mapping[str, Tensor], given: Mapping[str, str], source: str) -> None:
