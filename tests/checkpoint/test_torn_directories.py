@@ -164,6 +164,7 @@ def test_numbers_of_records_that_are_none(
         file.write('{"kind": "note", "step": 1e400}\n')
     assert main(("train", "tests.tasks:plain", *ONE, "--resume", "torn", "--steps", "4")) == 1
     assert "is no record" in capfd.readouterr().err
+    assert (torn / "summary.json").exists(), "the run is as it was"
 
 
 @pytest.mark.parametrize(

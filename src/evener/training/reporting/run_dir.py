@@ -279,7 +279,8 @@ class Records(Observer):
 
     def start(self, run: RunStart) -> None:
         with storage_errors(f"no run can begin in {self._path}"):
-            (self._path / _SUMMARY).unlink(missing_ok=True)  # an earlier run's; this one's comes at its end
+            if not self._goes_on:
+                (self._path / _SUMMARY).unlink(missing_ok=True)
             again = self._goes_on or (generation() > 0 and is_of_this_launch(self._path))
             if not again:
                 (self._path / ATTEMPTS).unlink(missing_ok=True)
@@ -292,6 +293,9 @@ class Records(Observer):
             self._file = RecordFile(
                 self._path / RECORDS, run.steps_done if self._goes_on else 0, self._is_evaluated(), again
             )
+            (self._path / _SUMMARY).unlink(
+                missing_ok=True
+            )  # not before: records that are none refuse the run
         lost = self._file.lost_steps, self._file.lost_seconds
         append_attempt(self._path, StartRecord.of_run(run, time.time(), *lost))
         note_directory(self._path)
