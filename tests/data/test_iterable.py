@@ -47,6 +47,18 @@ class Failing(Counting):
         raise OSError("the disk is gone")
 
 
+class Drawing(Counting):
+    """Draws its items."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((torch.rand(()), index) for index in range(self.size))
+
+
+class ShardedDrawing(Drawing):
+    def shard(self, index: int, count: int) -> Any:
+        return iter(self)
+
+
 def values(batch: Batch) -> list[float]:
     return [x for part in batch.micro_batches if part.weight for x in part.inputs.tolist()]
 
@@ -212,6 +224,20 @@ def test_a_resume_without_a_state_skips() -> None:
         (1, 1, 4, [4, 5, 6, 7]),
         (1, 2, 8, [8, 9]),
     ]
+
+
+@pytest.mark.parametrize("kind", [Drawing, ShardedDrawing])
+def test_workers_draw_other_numbers_in_each_epoch_and_the_same_when_it_is_read_again(kind: Any) -> None:
+    def drawn(start: tuple[int, int]) -> list[list[float]]:
+        with Loader(
+            kind(4), None, batch_size=4, workers=1, start_method="fork", epochs=3, start=start
+        ) as loader:
+            return [values(batch) for batch in loader]
+
+    epochs = drawn((0, 0))
+    assert len({number for epoch in epochs for number in epoch}) == 12
+    assert drawn((1, 0)) == epochs[1:]
+    assert drawn((1, 2)) == [epochs[1][2:], epochs[2]]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

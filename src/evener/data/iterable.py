@@ -261,15 +261,16 @@ class StreamBatches:
             state,
         )
         found: Any = None
-        with closing(self._open(whole, workers)) as chunks:
+        with closing(self._open(whole, workers, epoch)) as chunks:
             for items, later in chunks:
                 if found is not None:
                     self.states.keep(StreamState(epoch, count, found, _digest(items[0])))
                 yield from items
                 count, found = count + len(items), later
 
-    def _open(self, reader: IterableDataset[Any], count: int) -> Any:
-        return replace(self._workers, count=count, pin_memory=False).read(reader)
+    def _open(self, reader: IterableDataset[Any], count: int, epoch: int) -> Any:
+        # The seed depends on no position: a stream that is read again from its beginning must be the same.
+        return replace(self._workers.begun_at(epoch), count=count, pin_memory=False).read(reader)
 
     def _set_epoch(self, epoch: int) -> None:
         if hasattr(self._dataset, "set_epoch"):
@@ -281,7 +282,7 @@ class StreamBatches:
         self._set_epoch(epoch)
         cut, count = self._cut, self._workers.count
         shard = Shard(self._dataset, cut.rank, cut.world_size, _CHUNK if count else 1, self._name)
-        with closing(self._open(shard, count)) as chunks:
+        with closing(self._open(shard, count, epoch)) as chunks:
             items = Items(chain.from_iterable(chunks))
             items.take_items(by_weights(position, [1] * cut.world_size)[cut.rank])
             while True:

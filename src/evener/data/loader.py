@@ -20,7 +20,6 @@ from itertools import islice, tee
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
@@ -39,7 +38,7 @@ from evener.data.rounds import RoundBatch, RoundPlanner, Rounds
 from evener.data.sampler import ListedOrder, Order
 from evener.data.sections import RangeReader, SectionBatches, SectionPlanner, Sections
 from evener.data.stream_state import RecentStates, StreamState
-from evener.data.workers import Workers, checked
+from evener.data.workers import Workers, checked, seed_of
 from evener.errors import ConfigurationError
 from evener.hardware.accelerators import WITH_STREAMS
 from evener.hardware.generators import all_kept
@@ -69,7 +68,8 @@ class Loader(Iterator[Batch]):
         first_step: The step that ``shares`` gets for the first batch.
         parts: Set if each rank owns a part of the samples. Then ``dataset`` and ``order`` are those of this rank's
             part, the sizes of the parts give the shares, and ``shares`` is not called.
-        seed: Seed of random numbers in the workers. They also depend on the rank and the worker.
+        seed: Seed of random numbers in the workers. They also depend on the rank, the worker, and where reading begins:
+            of a map-style data set at the start, of an iterable one in each epoch.
         agree: Gathers an integer from every rank; needed for iterable data sets on several ranks.
         name: The name of the data set in error messages.
         prefetch_factor: Micro-batches that each worker reads ahead.
@@ -152,7 +152,7 @@ class Loader(Iterator[Batch]):
             cut = BatchPlanner(batch_size, shares, rank, world_size, micro_batch, by_cost)
         pin_memory = device.type in WITH_STREAMS and workers > 0
         pool = Workers(
-            workers, prefetch_factor, start_method, timeout_seconds, _seed_of(seed, rank), pin_memory
+            workers, prefetch_factor, start_method, timeout_seconds, seed_of(seed, rank), pin_memory
         )
         # The engine asks for a batch one step early, local steps when they take it. What is leased is not read ahead.
         ahead = 2 if isinstance(rounds, Rounds) else 0 if isinstance(rounds, Sections) else 1
@@ -178,6 +178,7 @@ class Loader(Iterator[Batch]):
             order = _checked(order, dataset, name)
             whole = order if parts is None else parts.whole
             _check_position(start[1], whole.size, name)
+            pool = pool.begun_at(*start)
             drawn = (
                 plans(order, cut, epochs, start, first_step)
                 if parts is None
@@ -339,8 +340,3 @@ def _agreement(agree: Agree | None, world_size: int) -> Agree:
             f"an iterable data set on {world_size} ranks needs agree=, a function that gathers an integer"
         )
     return agree or (lambda local_size: [local_size])
-
-
-def _seed_of(seed: int, rank: int) -> int:
-    """Returns a seed of 63 bits for the workers of ``rank``, derived by NumPy's ``SeedSequence``."""
-    return int(np.random.SeedSequence(seed, spawn_key=(rank,)).generate_state(1, np.uint64)[0] >> 1)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -52,6 +53,11 @@ class Workers:
             )
         if self.prefetch_factor < 1:
             raise ConfigurationError(f"prefetch_factor must be at least 1, not {self.prefetch_factor}")
+
+    def begun_at(self, *place: int) -> Workers:
+        """Returns the settings with a seed of their own for workers that begin there in the training; zeros are its
+        beginning."""
+        return replace(self, seed=seed_of(self.seed, *place)) if any(place) else self
 
     @property
     def ahead(self) -> int:
@@ -104,6 +110,11 @@ class Workers:
             f"one that is late reads slowly or is stuck (timeout_seconds is {self.timeout_seconds:g}); "
             f"with 0 workers the data set is read in the main process, which shows where{workers_of(os.getpid())}"
         )
+
+
+def seed_of(seed: int, *place: int) -> int:
+    """Returns a seed of 63 bits for a place, derived by NumPy's ``SeedSequence``."""
+    return int(np.random.SeedSequence(seed, spawn_key=place).generate_state(1, np.uint64)[0] >> 1)
 
 
 def checked(value: T) -> T:
