@@ -33,6 +33,7 @@ from evener.checkpoint import checksums as sums
 from evener.checkpoint import layout as folder
 from evener.checkpoint import rng_state as randomness
 from evener.checkpoint.dcp_planner import PieceSaver, ShardPiece, quiet
+from evener.checkpoint.plain_values import as_plain, unreadable
 from evener.checkpoint.run_mark import MARK, UNMARKED, Identity, write_mark
 from evener.checkpoint.tensor_index import INDEX, PICKLE, IndexWriter
 from evener.components.sharded_tensor.shard_spec import ShardSpec
@@ -44,7 +45,7 @@ from evener.distributed.hosts import all_gather, connected, destroy
 from evener.distributed.mesh import AXES, Mesh
 from evener.distributed.session import Session
 from evener.distributed.signals import GRACE_SECONDS
-from evener.errors import CheckpointError
+from evener.errors import CheckpointError, ConfigurationError
 from evener.hardware import accelerators
 from evener.hardware.memory import made_as
 from evener.hardware.memory.counters import UNCOUNTED
@@ -191,6 +192,7 @@ class Saver:
 
         Raises:
             CheckpointError: On all ranks, if this or the previous checkpoint could not be written.
+            ConfigurationError: If it would hold what could not be read again.
         """
         self.finish()
         directory = directory.absolute()  # user code may change the working directory meanwhile
@@ -199,7 +201,7 @@ class Saver:
         tensors = {key: self._copied(key, value, wait) for key, value in self._own(held, writers)}
         accelerators.synchronize(self._session.device)
         about = {"format": folder.FORMAT, "ranks": self._session.world_size}
-        leftovers = _serialized({**about, **rest, **held.leftovers(writers.gather)})
+        leftovers = serialized({**about, **rest, **held.leftovers(writers.gather)})
         mark = {**identity.as_plain(), "steps": steps}
 
         def act() -> None:
@@ -308,9 +310,16 @@ def _is_first(mesh: Mesh, piece: ShardSpec | None) -> bool:
     return all(mesh.index(axis) == 0 for axis in AXES if piece is None or axis not in piece.axes)
 
 
-def _serialized(rest: Mapping[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(dict(rest), buffer)
+def serialized(rest: Mapping[str, Any]) -> bytes:
+    """Returns the content of the file of what is not a tensor.
+
+    Raises:
+        ConfigurationError: If a part of it could not be read again.
+    """
+    buffer, plain = io.BytesIO(), as_plain(dict(rest))
+    if strange := unreadable(plain):
+        raise ConfigurationError(strange)
+    torch.save(plain, buffer)
     return buffer.getvalue()
 
 

@@ -9,9 +9,11 @@ import pickle
 import signal
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -246,6 +248,26 @@ def test_a_full_disk_stops_the_run_or_not_as_asked(tmp_path: Path) -> None:
         full = FullFor(tmp_path / mode / "checkpoints", 99)
         with pytest.raises(CheckpointError, match="rank 0 could not write it"):
             alone(run_dir=tmp_path / mode, observers=[full], on_full_disk="go-on", save_mode=mode)
+
+
+class Remembers(torch.optim.lr_scheduler.ExponentialLR):
+    """A scheduler whose state has a part that it is given."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, part: Any) -> None:
+        self.part = part
+        super().__init__(optimizer, 0.9)
+
+
+def test_a_run_whose_checkpoints_could_not_be_read_is_refused_before_it_trains(tmp_path: Path) -> None:
+    def task(part: Any) -> Any:
+        scheduler = lambda optimizer: Remembers(optimizer, part)  # noqa: E731
+        optimizer = lambda parameters: torch.optim.SGD(parameters, lr=np.float64(0.1))  # noqa: E731
+        return lambda: tasks._task(scheduler=scheduler, optimizer=optimizer)
+
+    with pytest.raises(ConfigurationError, match=r"the state\.scheduler\.part is of type deque"):
+        alone(task(deque()), steps=1, run_dir=tmp_path)
+    alone(task(np.float64(2.0)), steps=1, run_dir=tmp_path)
+    assert alone(task(np.float64(2.0)), steps=2, run_dir=tmp_path, resume=tmp_path).summary.steps == 2
 
 
 def fails_on_rank_one(path: Path) -> str:

@@ -65,7 +65,8 @@ class Saving:
         is_saved: Whether the run begins with what a checkpoint holds, or with nothing.
 
     Raises:
-        ConfigurationError: If the best evaluation is to be kept and the task has none.
+        ConfigurationError: If the best evaluation is to be kept and the task has none, or no checkpoint can hold a part
+            of the run's state.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Saving:
         self._last = time.monotonic()
         if best.metric and engine.task.evaluate is None:
             raise ConfigurationError(f"keep_best {config.keep_best!r}: the task has nothing to evaluate on")
+        engine.state.check_savable()
         if engine.session.rank == 0:
             self._point_to_best()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from evener.checkpoint.plain_values import as_plain, unreadable
 from evener.core.os_errors import os_error_behind, os_error_message
 from evener.core.text import few, printable, said
 from evener.errors import CheckpointError, ConfigurationError, DataError
@@ -90,12 +91,14 @@ def _written(path: Path, states: dict[str, Any], values: dict[str, Any], place: 
     """Writes the file. Returns an error message, or "" if it was written."""
     found = {
         "format": _FORMAT,
-        "states": states,
-        "values": values,
+        "states": as_plain(states),
+        "values": as_plain(values),
         "steps": place.steps,
         "random": place.random.held(),
         "batches": None if place.batches is None else place.batches.state_dict(),
     }
+    if strange := unreadable(found["states"] | found["values"]):
+        return strange
     try:
         os.stat(path.parent)  # a missing directory is an error, and not made
         with replacing(path, follow=True, sync=True) as file, _with_checksums():

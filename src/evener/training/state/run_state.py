@@ -15,6 +15,7 @@ from evener import checkpoint
 from evener.checkpoint import evaluation as evaluated
 from evener.checkpoint.rng_state import draw_on
 from evener.checkpoint.run_mark import Identity
+from evener.checkpoint.writer import serialized
 from evener.components import state_dict as state
 from evener.core.config.run_config import RunConfig
 from evener.core.elsewhere import place_of, shown, url_of
@@ -188,6 +189,10 @@ class RunState:
         self._feed.stream_state = None if stream is None else StreamState.from_plain(stream)
 
     # In checkpoints
+
+    def check_savable(self) -> None:
+        """Raises ConfigurationError if a checkpoint cannot hold what a run is known to have before it trains."""
+        serialized({**self._rest(), **self._learner.held_state().leftovers(lambda own: [own])})
 
     def save(self, directory: Path, keep: checkpoint.Keep, wait: bool) -> Path:
         """Writes a checkpoint. A collective call."""
