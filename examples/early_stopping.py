@@ -30,11 +30,15 @@ class EarlyStopping(evener.Observer):
 
     def load_state_dict(self, state):
         self.best, self.waited = state["best"], state["waited"]
+        self.decide()  # a run that had ended, and is started again, takes no further step
 
     def evaluation(self, record):
         value = record.metrics[self.metric]
         better = value < self.best - self.least
         self.best, self.waited = (value, 0) if better else (self.best, self.waited + 1)
+        self.decide()
+
+    def decide(self):
         if self.waited >= self.patience:
             self.ends_because = (
                 f"{self.metric} was no better than {self.best:.4f} for {self.waited} evaluations"

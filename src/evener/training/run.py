@@ -233,9 +233,10 @@ class Run:
         self._try_evaluation()
         if progress.epoch and not progress.position and not self._is_evaluated():
             self._evaluate(saving, progress.epoch - 1)  # the run ended before or during the evaluation
-            stopping.evaluated()
             if saving is not None:
                 saving.followed()
+        if progress.steps:
+            stopping.resumed()
         self._callback.begin(engine)
         self._clock.start()
         self._batches = engine.batches()

@@ -155,6 +155,8 @@ def test_an_early_stop_is_where_it_would_have_been(tmp_path: Path, end: int) -> 
         alone(epochs=30, run_dir=tmp_path, observers=[patient(), Dies(step=end)])
     rest = alone(epochs=30, run_dir=tmp_path, resume=tmp_path, observers=[patient()])
     assert rest.summary.steps == whole
+    again = alone(epochs=30, run_dir=tmp_path, resume=tmp_path, observers=[patient()])
+    assert again.summary.steps == whole, "it remembers that it has ended the run"
     first = alone(epochs=30, run_dir=tmp_path / "b", steps=whole - 4, observers=[patient()])
     assert first.summary.steps == whole - 4
     rest = alone(epochs=30, resume=tmp_path / "b", observers=[patient()])

@@ -24,8 +24,9 @@ class Stopping:
         """Returns the request that this rank sends with its next step: the end, or ``other`` if that is greater."""
         return max(other, Wish.END) if self._engine.observers.ending else other
 
-    def evaluated(self) -> None:
-        """Checks for a request to end, after an evaluation that the run owed from before. A collective call."""
+    def resumed(self) -> None:
+        """Ends a run before its next step if that was requested: by an observer that remembers that it has ended the
+        run, or after an evaluation that the run owed from before. A collective call."""
         if self._asked_now():
             self._end()
 
