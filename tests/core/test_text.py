@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.core.text import from_here, printable, said, shortened
+from evener.core.text import counted, from_here, printable, said, shortened
 from evener.distributed.failure import failure_of, is_communication_error
 from evener.errors import DataError, EvenerError, RankError
 
@@ -100,3 +100,7 @@ def test_a_path_is_told_as_one_would_type_it(tmp_path: Path, monkeypatch: pytest
     assert from_here(tmp_path / "runs" / "a") == "runs/a"
     assert from_here("/elsewhere/a") == "/elsewhere/a"
     assert from_here("runs/a") == "runs/a"
+
+
+def test_one_thing_is_told_from_several() -> None:
+    assert [counted(number, "step") for number in (0, 1, 1200)] == ["0 steps", "1 step", "1,200 steps"]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from evener.cli import options
 from evener.cli.parsing import CommandHelp, Parser, place
+from evener.core.text import counted
 from evener.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -211,8 +212,8 @@ def text_of_bits(result: BitsVerification) -> str:
         for words, digest in result.divisions.items()
     ]
     lines += [
-        f"{result.task}: {result.steps} steps of {result.batch_size} samples, strategy {result.strategy}; "
-        f"{result.about}"
+        f"{result.task}: {counted(result.steps, 'step')} of {counted(result.batch_size, 'sample')}, "
+        f"strategy {result.strategy}; {result.about}"
     ]
     return "\n".join(lines)
 
@@ -304,7 +305,7 @@ def text(result: Verification) -> str:
     every = max(1, len(pairs) // SHOWN_STEPS)
     lines += [f"{n:>4}   {a:<18.12g}  {b:<18.12g}  {abs(a - b):.1e}" for n, (a, b) in pairs if n % every == 0]
     lines += [
-        f"{result.task}: {result.steps} steps of {result.batch_size} samples in {result.dtype}, "
+        f"{result.task}: {counted(result.steps, 'step')} of {counted(result.batch_size, 'sample')} in {result.dtype}, "
         f"{result.processes} processes, shares {result.shares}, strategy {result.strategy}",
         f"largest relative weight error {result.max_relative_weight_error:.2e} in {result.worst_parameter} "
         f"({_allowed(result)}); replicas {'bit-identical' if result.replicas_identical else 'DIFFER'}",

@@ -18,7 +18,7 @@ from evener.components.sharded_tensor.local import local
 from evener.components.sharded_tensor.shard_spec import ShardSpec, shard_spec
 from evener.core.half_precision import is_half
 from evener.core.task.average import Average
-from evener.core.text import few
+from evener.core.text import counted, few
 from evener.errors import ConfigurationError
 from evener.nn.context import outside
 from evener.nn.fqn import clean_name
@@ -111,9 +111,8 @@ class WeightAverage:
         """A description for the summary of a run; "" if there is none."""
         if self.how is None:
             return ""
-        return (
-            f"average of the weights: {self.how.words}; {self.number:,} averaged of {self.updates:,} updates"
-        )
+        of = counted(self.updates, "update")
+        return f"average of the weights: {self.how.words}; {self.number:,} averaged of {of}"
 
     def free(self) -> None:
         """Frees the averages."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from evener.core.text import printable
+from evener.core.text import counted, printable
 
 
 def html_text(text: object) -> str:
@@ -39,11 +39,11 @@ def summary_html(summary: Any) -> str:
     samples = f"{summary.samples:,} in {summary.seconds:.1f} s: {summary.samples_per_second:,.0f} per second"
     if summary.samples_in_seconds not in (0, summary.samples):
         samples = f"{summary.samples_in_seconds:,} of {samples}"
-    rows = [("steps", f"{summary.steps:,} in {summary.epochs} epochs"), ("samples", samples)]
+    rows = [("steps", f"{summary.steps:,} in {counted(summary.epochs, 'epoch')}"), ("samples", samples)]
     values = {"last loss": summary.final_loss} | summary.metrics
     rows += [(name, f"{value:.4f}") for name, value in values.items()]
     rows += [("run directory", summary.run_dir)] if summary.run_dir else []
-    ranks = f"{summary.world_size} rank{'s' if summary.world_size != 1 else ''}"
+    ranks = counted(summary.world_size, "rank")
     state = "stopped" if summary.interrupted else "trained"
     result = html_table(f"{summary.task}: {state} with {summary.strategy} on {ranks}", rows)
     if summary.world_size == 1 or len(summary.ranks) != len(summary.shares):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from evener.core.html import summary_html
+from evener.core.text import counted
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class SkippedRecord:
 
     @property
     def words(self) -> str:
-        return f"epoch {self.epoch + 1}: {len(self.samples):,} samples could not be read and were skipped"
+        return f"epoch {self.epoch + 1}: {counted(len(self.samples), 'sample')} could not be read and were skipped"
 
 
 @dataclass(frozen=True)
@@ -297,9 +298,9 @@ class RunSummary:
         """The task, steps, ranks, time, loss and metrics in one line."""
         values = {"loss": self.final_loss} | self.metrics
         found = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-        ranks = f"{self.world_size} rank{'s' if self.world_size != 1 else ''}"
+        ranks = counted(self.world_size, "rank")
         broken_off = ", interrupted" if self.interrupted else ""
-        return f"{self.task}: {self.steps:,} steps on {ranks} in {self.seconds:.1f} s{broken_off}, {found}"
+        return f"{self.task}: {counted(self.steps, 'step')} on {ranks} in {self.seconds:.1f} s{broken_off}, {found}"
 
 
 def as_json(record: Any) -> dict[str, Any]:

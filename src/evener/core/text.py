@@ -61,6 +61,11 @@ def few(names: list[str]) -> str:
     return f"{shown}, ... ({len(names)} in all)" if len(names) > 3 else shown or "nothing"
 
 
+def counted(number: int, what: str) -> str:
+    """Returns a number of things: ``1 step``, ``1,200 steps``."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def from_here(path: str | Path) -> str:
     """Returns the path as a user would type it: as a URL if it lies elsewhere, relative if it is inside the working
     directory.

@@ -26,7 +26,7 @@ from evener.core.attempts import ATTEMPTS, SaveRecord, StartRecord, append_attem
 from evener.core.observer import Observer
 from evener.core.records import EvaluationRecord, Note, RunStart, RunSummary, StepRecord
 from evener.core.stdio import to_stderr
-from evener.core.text import from_here, said
+from evener.core.text import counted, from_here, said
 from evener.distributed.ddp_profiler.rank_file import RankFileReader, StepRow, step_files
 from evener.distributed.ddp_profiler.report import DdpObserver, Observation, observations
 from evener.distributed.environment import usable_cores
@@ -338,7 +338,7 @@ def _remarks(readers: Sequence[RankFileReader], start: int, ranks: Sequence[Obse
     left = {reader.rank: len(reader.rows) for reader in readers if reader.start == start}
     for rank, steps in left.items():
         if steps > _SHOWN_STEPS:
-            yield f"rank {rank} took {steps:,} steps more than another one, which are not in the records"
+            yield f"rank {rank} took {counted(steps, 'step')} more than another one, which are not in the records"
     for seen in ranks:
         if seen.failure:
             yield f"rank {seen.rank} was not observed to its end, because of an error in the profiler: {seen.failure}"

@@ -245,7 +245,7 @@ def test_repeated_steps_are_advised_to_be_fewer() -> None:
     goodput = Goodput(compute=100.0, checkpoints=1.0, saves=10, lost_steps=20.0)
     cause = only(report([rank()], goodput=goodput, attempts=attempts))
     assert cause.kind == "lost steps"
-    assert cause.words == "40 steps were repeated after 1 restart"
+    assert cause.words == "40 steps repeated after 1 restart"
     assert cause.advice.startswith("--save-every ")
 
 
@@ -259,5 +259,5 @@ def test_of_many_causes_the_words_have_the_first_three() -> None:
     found = verdict_of(replace(report([rank()]), events=events))
     assert len(found.causes) == 5
     assert found.words.startswith(
-        "After 0 steps: fault 0; after 1 steps: fault 1; after 2 steps: fault 2, and 2 more. Of"
+        "After 0 steps: fault 0; after 1 step: fault 1; after 2 steps: fault 2, and 2 more. Of"
     )

@@ -73,6 +73,6 @@ def test_the_ages_of_gradients_are_told_in_versions_and_in_samples() -> None:
     tally.step(StepRecord(0, 0, 1.0, 12, 1.0, (8, 0, 4), 0.1, merges=merges, wasted=3))
     assert tally.describe(1.0)["updates_of_server"].splitlines() == [
         "each sample in one of 3 updates; gradients 0.8 versions old on average, at most 2; "
-        "3 samples were computed again",
+        "3 samples computed again",
         "gradients of each rank: 3 + 0 + 1; versions old: 0 50%, 1 25%, 2-3 25%; samples old: 0 50%, 4-7 25%, 8-15 25%",
     ]

@@ -240,9 +240,7 @@ def test_speed_is_that_of_the_last_steps(clock: Clock) -> None:
 
 def test_a_run_that_goes_on_past_its_end_says_that_nothing_is_left() -> None:
     run = RunStart("digits", {}, 2, 64, 80, steps_done=162, devices=("cpu", "cpu"))
-    assert "  batches of 64, nothing is left to train: 162 steps are done, of 80" in terminal.header_lines(
-        run
-    )
+    assert "  batches of 64, nothing is left to train: 162 steps done, of 80" in terminal.header_lines(run)
     nothing: dict[str, Any] = {
         "steps": 162,
         "epochs": 2,

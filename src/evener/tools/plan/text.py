@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evener.core.config.sizes import size_words
+from evener.core.text import counted
 from evener.tools.plan.result import CurvePoint, TrainingPlan, Way, reason
 
 TOP = 5
@@ -110,7 +111,7 @@ def _costs(plan: TrainingPlan) -> Iterator[str]:
     whole = (
         ""
         if not plan.epochs or plan.epochs == 1
-        else f", {plan.epochs} epochs {seconds_text(epoch * plan.epochs)}"
+        else f", {counted(plan.epochs, 'epoch')} {seconds_text(epoch * plan.epochs)}"
     )
     yield f"an epoch takes {seconds_text(epoch)}{whole}, without evaluations and checkpoints"
     if plan.price_per_hour is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from evener.core.os_errors import storage_errors
-from evener.core.text import shortened
+from evener.core.text import counted, shortened
 from evener.errors import DataError
 from evener.files import LONGEST_LINE, lines_of, open_regular, parsed
 from evener.tools.report.schema import Attempt, Columns, EvaluationPoint, Merges, RunEvent, Series
@@ -136,7 +136,7 @@ class Happenings:
         else:
             words = record.get("words")
             if words is None and kind == "skipped":
-                words = f"{len(record['samples']):,} samples of epoch {record['epoch'] + 1} could not be read"
+                words = f"{counted(len(record['samples']), 'sample')} of epoch {record['epoch'] + 1} could not be read"
             if words is not None:
                 known = kind if kind in ("note", "skipped", "memory") else "note"
                 self._happened(RunEvent(step, known, _words(words)))
@@ -235,7 +235,7 @@ class Happenings:
 
 
 def _start_words(attempt: Attempt) -> str:
-    repeated = f", and repeated {attempt.lost_steps:,} steps" if attempt.lost_steps else ""
+    repeated = f", and repeated {counted(attempt.lost_steps, 'step')}" if attempt.lost_steps else ""
     ranks = f"{attempt.world_size} rank{'s' * (attempt.world_size != 1)}"
     return f"the ranks started again after step {attempt.step:,}, with {ranks}{repeated}"
 

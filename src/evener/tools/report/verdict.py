@@ -13,6 +13,7 @@ from dataclasses import replace
 from statistics import median
 
 from evener.core.config.sizes import size_words
+from evener.core.text import counted
 from evener.tools.plan.checkpoint_interval import daly_interval
 from evener.tools.report.schema import (
     COMMUNICATION,
@@ -142,7 +143,7 @@ def _faults(report: Report) -> Iterator[Cause]:
         if event.kind in FAULTS:
             words = event.words.strip().partition("\n")[0].rstrip(".:")
             went_on = " (the run went on after it)" if event.words in overcome else ""
-            yield Cause(event.kind, f"after {event.step:,} steps: {words}{went_on}", event.rank)
+            yield Cause(event.kind, f"after {counted(event.step, 'step')}: {words}{went_on}", event.rank)
 
 
 def _loading(report: Report, slow: Sequence[Cause]) -> Iterator[Cause]:
@@ -300,7 +301,7 @@ def _lost(report: Report) -> Iterator[Cause]:
     if restarts < 1 or goodput.lost_steps < _LOST * whole or goodput.lost_steps < _LEAST_SECONDS:
         return
     steps = sum(attempt.lost_steps for attempt in report.attempts)
-    words = f"{steps:,} steps were repeated after {restarts} restart{'s' * (restarts > 1)}"
+    words = f"{counted(steps, 'step')} repeated after {counted(restarts, 'restart')}"
     advice = ""
     if goodput.saves and goodput.checkpoints and not report.identity.plain_script:
         advice = f"--save-every {daly_interval(goodput.checkpoints / goodput.saves, whole / restarts):.0f}s"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from evener.core.records import Note
+from evener.core.text import counted
 from evener.errors import ConfigurationError, DataError, DivergenceError
 from evener.training.engine import Engine
 
@@ -39,5 +40,5 @@ def _fall_back(engine: Engine, run_dir: Path, error: DivergenceError) -> None:
     except (ConfigurationError, DataError) as lacking:
         raise DivergenceError(f"{error}. There is no checkpoint to fall back to: {lacking}") from error
     reason = str(error).partition(";")[0]
-    message = f"{reason}: back to the checkpoint after {engine.steps_done} steps"
+    message = f"{reason}: back to the checkpoint after {counted(engine.steps_done, 'step')}"
     engine.observers.event(Note(went_wrong, message))

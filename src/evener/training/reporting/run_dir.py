@@ -60,7 +60,7 @@ from evener.core.records import (
     as_json,
 )
 from evener.core.stdio import unheard
-from evener.core.text import few, from_here, printable
+from evener.core.text import counted, few, from_here, printable
 from evener.data.shard_counts import COUNTS, are_counts
 from evener.distributed.launch.fault_note import note_directory
 from evener.distributed.processes import is_alive
@@ -323,7 +323,7 @@ class Records(Observer):
             self._file = None
         if self._lost:
             self._say(
-                f"{self._lost:,} records of this run are not in {self._path}, where they could not be written"
+                f"{counted(self._lost, 'record')} of this run are not in {self._path}, where they could not be written"
             )
         if summary is not None:
             self._do(lambda: write_json(self._path / _SUMMARY, as_json(summary)))

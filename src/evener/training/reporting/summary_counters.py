@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 
 from evener.core.observer import Observer
 from evener.core.records import EvaluationRecord, StepRecord
+from evener.core.text import counted
 from evener.hardware.memory import CATEGORIES
 
 WINDOW = 128
@@ -142,10 +143,10 @@ class SummaryCounters(Observer):
         if not self._merges:
             return ""
         mean = sum(age * number for age, number in self._ages.items()) / self._ages.total()
-        again = f"; {self._wasted:,} samples were computed again" if self._wasted else ""
+        again = f"; {counted(self._wasted, 'sample')} computed again" if self._wasted else ""
         return (
-            f"each sample in one of {self._merges:,} updates; gradients {mean:.1f} versions old on average, at most "
-            f"{max(self._ages)}{again}\n"
+            f"each sample in one of {counted(self._merges, 'update')}; gradients {mean:.1f} versions old on average, "
+            f"at most {max(self._ages)}{again}\n"
             f"gradients of each rank: {' + '.join(str(self._of_ranks[rank]) for rank in range(len(self.taken)))}; "
             f"versions old: {_histogram(self._ages)}; samples old: {_histogram(self._samples_old)}"
         )

@@ -16,7 +16,7 @@ from evener.core.config.sizes import size_words
 from evener.core.observer import Observer
 from evener.core.records import EvaluationRecord, RunStart, RunSummary, StepRecord
 from evener.core.stdio import unheard
-from evener.core.text import from_here
+from evener.core.text import counted, from_here
 from evener.distributed.watchdog.watchdog import current_watchdog
 from evener.training.reporting.ranks import RecentSteps
 from evener.training.reporting.width import fitted
@@ -214,11 +214,11 @@ def _shares_line(run: RunStart) -> list[str]:
 
 def _steps_text(run: RunStart) -> str:
     if run.total_steps is not None and run.steps_done >= run.total_steps:
-        return f", nothing is left to train: {run.steps_done:,} steps are done, of {run.total_steps:,}"
+        return f", nothing is left to train: {counted(run.steps_done, 'step')} done, of {run.total_steps:,}"
     if run.steps_done:
         of = f" of {run.total_steps:,}" if run.total_steps else ""
         return f", goes on after step {run.steps_done}{of}"
-    return f", {run.total_steps:,} steps" if run.total_steps else ""
+    return f", {counted(run.total_steps, 'step')}" if run.total_steps else ""
 
 
 class _Mean:
@@ -240,28 +240,29 @@ class _Mean:
 def summary_text(summary: RunSummary) -> str:
     """Returns the closing lines of a run."""
     devices = ", ".join(sorted(set(summary.devices)))
-    skipped = f"; {summary.skipped_steps:,} steps were left out" if summary.skipped_steps else ""
+    skipped = f"; {counted(summary.skipped_steps, 'step')} left out" if summary.skipped_steps else ""
     metrics = "".join(f"\n  {name:<9} {value:.4f}" for name, value in summary.metrics.items())
     trained = not _took_no_step(summary)
+    taken = f"{counted(summary.steps, 'step')}, {counted(summary.epochs, 'epoch')}"
     lines = [
         f"{'stopped' if summary.interrupted else 'trained'} {summary.task} with {summary.strategy} "
         f"on {summary.world_size} rank{'s' * (summary.world_size > 1)} ({devices})",
     ]
     if trained:
         lines += [
-            f"  {summary.steps:,} steps, {summary.epochs} epochs, {_samples_text(summary)} "
+            f"  {taken}, {_samples_text(summary)} "
             f"in {summary.seconds:.1f} s: {summary.samples_per_second:,.0f} samples/s",
             f"  last loss {summary.final_loss:.4f}{skipped}{metrics}",
         ]
     else:
         why = "none was taken" if summary.interrupted else "none was left to take"
-        lines += [f"  {summary.steps:,} steps, {summary.epochs} epochs were done before; {why}{metrics}"]
+        lines += [f"  {taken} were done before; {why}{metrics}"]
     if summary.world_size > 1 and trained:
         lines += ["  rank   share   compute      wait     input"]
         of_ranks = enumerate(zip(summary.shares, summary.ranks, strict=True))
         lines += [_rank_line(rank, share, times) for rank, (share, times) in of_ranks]
         lines += [f"  {_summed_text(summary)}"] if summary.allreduce else []
-    unread = f"{summary.skipped:,} samples could not be read and count for nothing"
+    unread = f"{counted(summary.skipped, 'sample')} could not be read and count for nothing"
     further = (
         *summary.updates_of_server.splitlines(),
         f"{size_words(summary.merge_bytes)} of messages for merges on rank 0" if summary.merge_bytes else "",
@@ -297,8 +298,8 @@ def _took_no_step(summary: RunSummary) -> bool:
 def _samples_text(summary: RunSummary) -> str:
     """Describes the samples of the reported time: after a resume, those since then, out of all."""
     if summary.samples_in_seconds in (0, summary.samples):
-        return f"{summary.samples:,} samples"
-    return f"{summary.samples_in_seconds:,} of {summary.samples:,} samples"
+        return counted(summary.samples, "sample")
+    return f"{summary.samples_in_seconds:,} of {counted(summary.samples, 'sample')}"
 
 
 def balance_text(summary: RunSummary) -> str:
