@@ -226,7 +226,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_told_early(workers: int) -> None
         def state_dict(self) -> dict[str, Any]:
             return {"place": [np.arange(3)]}
 
-    with pytest.raises(DataError, match=r"state_dict of the data stream holds .*ndarray"):
+    with pytest.raises(DataError, match=r"state_dict of the data stream.place\[0\] is .*ndarray"):
         ranks_read(WithArrays, 1, BEGINNING, workers=workers)
 
 

@@ -24,7 +24,6 @@ Everything else is in one small file::
 :mod:`.writer`        copies of the state, and the thread that writes them
 :mod:`.reader`        finds whole checkpoints, and reads a rank's part of one
 :mod:`.structure`     checks the parts that are not tensors
-:mod:`.plain_values`  values that can be read again without running code
 :mod:`.checksums`     checksums
 :mod:`.tensor_index`  names, types, shapes and places of the tensors
 :mod:`.inert_pickle`  reads PyTorch's pickle, for earlier versions

@@ -33,13 +33,13 @@ from evener.checkpoint import checksums as sums
 from evener.checkpoint import layout as folder
 from evener.checkpoint import rng_state as randomness
 from evener.checkpoint.dcp_planner import PieceSaver, ShardPiece, quiet
-from evener.checkpoint.plain_values import as_plain, unreadable
 from evener.checkpoint.run_mark import MARK, UNMARKED, Identity, write_mark
 from evener.checkpoint.tensor_index import INDEX, PICKLE, IndexWriter
 from evener.components.sharded_tensor.shard_spec import ShardSpec
 from evener.components.state_dict import OF_REPLICAS, HeldState
 from evener.core import elsewhere
 from evener.core.os_errors import os_error_behind, os_error_message
+from evener.core.plain_values import as_plain, unreadable
 from evener.core.text import said
 from evener.distributed.hosts import all_gather, connected, destroy
 from evener.distributed.mesh import AXES, Mesh

@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from evener.core.plugins import kind_of
+from evener.core.plain_values import as_plain, unreadable
 from evener.data.fetch import failure
 from evener.errors import ConfigurationError, DataError
 
@@ -20,9 +19,6 @@ _BETWEEN = 64
 """Items between two states. A resumed stream reads at most about as many again."""
 _BATCHES_AHEAD = 8
 """More batches than can be made and not trained on yet, so that a state is kept for the oldest of them."""
-
-
-_PLAIN = (bool, int, float, str, bytes, Tensor)
 
 
 @dataclass(frozen=True)
@@ -132,16 +128,5 @@ def check_plain(state: Any) -> None:
     """Raises:
     DataError: If a checkpoint cannot hold the state, because reading it might run code of a stranger.
     """
-    if type(state) is dict:
-        parts = [*state.keys(), *state.values()]
-    elif type(state) in (list, tuple):
-        parts = list(state)
-    elif state is None or type(state) in _PLAIN:
-        parts = []
-    else:
-        raise DataError(
-            f"the state_dict of the data stream holds {kind_of(state)}, which a checkpoint cannot: let it return "
-            "numbers, text, None, tensors, and lists and dictionaries of them"
-        )
-    for part in parts:
-        check_plain(part)
+    if strange := unreadable(as_plain(state), "the state_dict of the data stream"):
+        raise DataError(strange)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from evener.checkpoint.plain_values import as_plain, unreadable
 from evener.core.os_errors import os_error_behind, os_error_message
+from evener.core.plain_values import as_plain, unreadable
 from evener.core.text import few, printable, said
 from evener.errors import CheckpointError, ConfigurationError, DataError
 from evener.files import open_regular, replacing

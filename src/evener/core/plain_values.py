@@ -1,4 +1,4 @@
-"""Values that a checkpoint can hold: those that are read again with ``weights_only=True``, which runs no code.
+"""Values that a checkpoint can hold: those that PyTorch reads again with ``weights_only=True``, which runs no code.
 
 PyTorch writes anything that can be pickled, and refuses most of it when it is read. A learning rate of NumPy's would
 make every checkpoint of a run unreadable, and nobody would know until the run is to go on. So what is written is looked
@@ -40,7 +40,7 @@ def unreadable(value: Any, name: str = "the state") -> str:
         return ""
     return (
         f"{name} is {kind_of(value)}, which a checkpoint cannot hold, because to read it might run code of a stranger: "
-        "let its state_dict return numbers, text, None, tensors, and lists and dictionaries of them"
+        "let state_dict return numbers, text, None, tensors, and lists and dictionaries of them"
     )
 
 

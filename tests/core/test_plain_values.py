@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from evener.checkpoint.plain_values import as_plain, unreadable
+from evener.core.plain_values import as_plain, unreadable
 
 
 def test_numbers_of_numpy_become_those_of_python() -> None:
