@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -197,7 +198,13 @@ def _write_npy(file: BinaryIO, outputs: Tree) -> None:
 
 
 def _write_npz(file: BinaryIO, outputs: Tree) -> None:
-    np.savez(file, **{name: _array(value) for name, value in tensors(outputs, ".npz").items()})  # type: ignore[arg-type]
+    found = tensors(outputs, ".npz")
+    with zipfile.ZipFile(
+        file, "w"
+    ) as archive:  # np.savez takes some names, such as "file", for its own arguments
+        for name, value in found.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
+                np.lib.format.write_array(part, _array(value), allow_pickle=False)
 
 
 def _write_csv(file: BinaryIO, outputs: Tree) -> None:
