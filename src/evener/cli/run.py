@@ -130,24 +130,21 @@ def _observer(
             "machine write: start them here, without torchrun, or leave it out for the table alone"
         )
     run_dir, metrics_file = (place and place.absolute() for place in (config.run_dir, config.metrics_file))
-    module = ["-m"] if arguments.module else []
     settings = {
         "task": Path(arguments.script).name,
         "observed": True,
-        "command": shlex.join(
-            [
-                "evener",
-                "run",
-                "--processes",
-                str(config.processes),
-                *module,
-                arguments.script,
-                *arguments.arguments,
-            ]
-        ),
+        "command": shlex.join(command_again(arguments, config)),
         "script": arguments.script,
         "arguments": arguments.arguments,
         "processes": config.processes,
         "device": config.device,
     }
     return ScriptRun(run_dir, settings, config.overwrite, metrics_file, arguments.json)
+
+
+def command_again(arguments: argparse.Namespace, config: RunConfig) -> list[str]:
+    """Returns the command line that runs the script again."""
+    given = {"--processes": config.processes, "--device": config.device}
+    options = [word for option, value in given.items() if value is not None for word in (option, str(value))]
+    module = ["-m"] if arguments.module else []
+    return ["evener", "run", *options, *module, arguments.script, *arguments.arguments]
