@@ -157,10 +157,10 @@ def test_a_save_does_not_replace_what_is_not_of_evener(tmp_path: Path) -> None:
     with Engine(tasks.plain(), device="cpu", steps=2) as engine:
         for name in ("step-00000000", ".step-00000000"):
             (tmp_path / name).mkdir()
-            (tmp_path / name / "file").write_text("mine")
+            (tmp_path / name / "__0_0.distcp").write_text("mine")
             with pytest.raises(CheckpointError, match=f"{name} is there and is not of Evener: move it away"):
                 engine.save(tmp_path)
-            assert (tmp_path / name / "file").read_text() == "mine"
+            assert (tmp_path / name / "__0_0.distcp").read_text() == "mine"
             shutil.rmtree(tmp_path / name)
         (tmp_path / "latest").write_text("global_step100")
         with pytest.raises(CheckpointError, match="latest is there and is not of Evener"):

@@ -110,12 +110,17 @@ def test_ranges_are_in_a_profile_that_the_user_makes() -> None:
     assert {"evener::forward", "evener::backward", "evener::optimizer"} <= found
 
 
-def test_a_profile_of_one_rank_has_its_rank(tmp_path: Path) -> None:
-    outcome = train(tmp_path)
+def test_a_profile_of_one_rank_has_its_rank_and_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    for link in ("run/profile/.rank0", "run/profile/step-3/.rank0.json.gz"):
+        (tmp_path / link).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / link).symlink_to(tmp_path / "mine")
+    outcome = train(tmp_path / "run")
     assert outcome is not None
-    assert outcome.file == tmp_path / "profile/step-3/rank0.json.gz"
+    assert outcome.file == tmp_path / "run/profile/step-3/rank0.json.gz"
     assert trace(outcome.file)["distributedInfo"] == {"rank": 0, "world_size": 1}
     assert [path.name for path in outcome.file.parent.iterdir()] == ["rank0.json.gz"]
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 @pytest.mark.parametrize(("steps", "recorded"), [(4, [3]), (7, [3, 4, 5, 6])])

@@ -107,7 +107,11 @@ def _reason(error: BaseException, place: Path, rank: int) -> str:
 
 
 def _shortage(place: Path, rank: int) -> OSError | None:
-    """Returns the operating system's error when a file of this rank is made longer, or None if there is none."""
+    """Returns the operating system's error when a file of this rank is made longer, or None if there is none. Leaves
+    files alone that are in no directory of Evener's own.
+    """
+    if not folder.is_marked(place):
+        return None
     own = sorted(place.glob(f"__{rank}_*"), key=lambda path: path.stat().st_size)
     if not own:
         return None

@@ -83,7 +83,8 @@ class StepProfiler:
         probe = self._directory / f".rank{self._session.rank}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            probe.write_bytes(b"")
+            probe.unlink(missing_ok=True)  # a link that others have put there would lead elsewhere
+            probe.open("xb").close()
             probe.unlink()
         except OSError as error:
             return f"rank {self._session.rank}: {os_error_message(error)}"
@@ -162,6 +163,7 @@ def _write(made: profile, file: Path) -> None:
     """Writes a trace, which gets its name when it is whole."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}")
+    partial.unlink(missing_ok=True)  # it may be a link, which PyTorch would follow
     made.export_chrome_trace(str(partial))
     os.replace(partial, file)
 
