@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -329,6 +330,14 @@ def one_loader_twice_at_once(_: bool) -> None:
         loop.backward(x, y)
 
 
+def saving_on_one_rank_alone(_: bool) -> None:
+    loop = Loop(True)
+    for x, y in loop.loader:
+        if evener.is_main():
+            evener.save(os.devnull, model=loop.model)
+        loop.backward(x, y)
+
+
 def gathering_other_rows(_: bool) -> None:
     loop = Loop(True)
     for x, y in loop.loader:
@@ -367,6 +376,7 @@ def gathering_rows_of_other_lengths(_: bool) -> None:
             a_loss_on_one_rank_alone,
             "different places of the loop: rank 0 in the loss, rank 1 in the end of a batch.* must have none of them",
         ),
+        (saving_on_one_rank_alone, "different places of the loop: rank 0 in evener.save, rank 1 in the loss"),
         (two_loaders_with_other_shares, "at once, and rank 1 had other numbers of samples of their batches"),
         (two_loaders_of_other_sizes, "other numbers of samples of their batches"),
         (one_loader_twice_at_once, "was iterated anew before the pass at hand was over"),

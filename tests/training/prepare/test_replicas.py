@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -37,6 +39,18 @@ def a_buffer_written_on_one_rank(_: bool) -> None:
     steps(loop)
 
 
+def a_weight_written_on_one_rank_before_a_save(_: bool) -> None:
+    loop = Loop(True)
+    steps(loop)
+    if not evener.is_main():
+        loop.model[2].bias.data[1] += 1e-9
+    with TemporaryDirectory() as place:
+        try:
+            evener.save(Path(place) / "loop.pt", model=loop.model)
+        finally:
+            assert not any(Path(place).iterdir())
+
+
 def an_update_by_hand_in_a_hook(_: bool) -> None:
     """Without an optimizer, by what comes through a layer: no gradient of a parameter is looked at."""
     loop = Loop(True)
@@ -56,6 +70,7 @@ def an_update_by_hand_in_a_hook(_: bool) -> None:
             a_weight_written_on_one_rank,
             r"after \d+ updates 2.bias is not on rank 1 what it is on rank 0.*last seen equal after 1\.",
         ),
+        (a_weight_written_on_one_rank_before_a_save, r"updates 2.bias is not on rank 1 what it is on rank 0"),
         (a_buffer_written_on_one_rank, r"after 1 updates 1.running_mean, one of 3 that differ,"),
         (an_update_by_hand_in_a_hook, "after 1 updates 2.bias is not on rank 1 what it is on rank 0"),
     ],

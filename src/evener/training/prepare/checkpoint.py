@@ -32,9 +32,13 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
 
     Raises:
         CheckpointError: If the file could not be written; on all ranks.
+        ConfigurationError: If another rank is elsewhere in the loop, or has made other updates.
+        DivergenceError: If ranks hold different weights or buffers; nothing is written then.
     """
     place = current("evener.save")
+    rows = place.exchange("evener.save", place.replicas.checksum(place.learner))
     place.mean.settle()
+    place.replicas.compare([row[0] for row in rows], place.session, place.steps)
     _watch_optimizers(objects, place)
     states = {name: thing.state_dict() for name, thing in objects.items() if hasattr(thing, "state_dict")}
     values = {name: thing for name, thing in objects.items() if name not in states}
@@ -53,10 +57,12 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
     All ranks must call this together: rank 0 reads, and sends the content to the others.
 
     Raises:
-        ConfigurationError: If an object was not saved under its name, or does not fit.
+        ConfigurationError: If an object was not saved under its name, or does not fit, or if another rank is elsewhere
+            in the loop.
         DataError: If there is no such file, or it is damaged; on all ranks.
     """
     place = current("evener.load")
+    place.exchange("evener.load")
     found, message = place.session.control.broadcast_object(_read(Path(path)) if place.rank == 0 else None)
     if message:
         raise DataError(message)

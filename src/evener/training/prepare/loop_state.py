@@ -91,7 +91,7 @@ class LoopState:
         self.mean = MeanOfRanks(learner, models, self.exchange, self.later)
         random.exchange = lambda *numbers: self.exchange("seeding anew", *numbers)
         self.steps, self.printed = 0, PrintedTexts()
-        self._replicas = LoopReplicas()
+        self.replicas = LoopReplicas()
         self.is_over, self.function = False, ""  # the name of the loss that is computing, if one is
         self.is_in_pass = False
         """True while ``backward()`` is running."""
@@ -244,13 +244,13 @@ class LoopState:
         own = math.nan if worked is None else worked.value() or math.nan
         changed = self.learner.loose_buffers.versions() != batch.versions
         flags = float(changed), float(batch.is_crossed), float(self.learner.graphs.untold)
-        held = self._replicas.own_row(self.learner, self.steps)
+        held = self.replicas.own_row(self.learner, self.steps)
         rows = self.exchange("the end of a batch", batch.agreed, own, *flags, *held)
         check_marks([row[0] for row in rows])
         crossed = [rank for rank, row in enumerate(rows) if row[3]]
         if crossed:
             raise ConfigurationError(CROSSED.format(rank=crossed[0]))
-        self._replicas.check([row[5:] for row in rows], self.session, self.steps)
+        self.replicas.check([row[5:] for row in rows], self.session, self.steps)
         if any(row[2] for row in rows):
             share_buffers(self.learner, batch.batch)
         if any(row[4] for row in rows):

@@ -16,6 +16,8 @@ WAITS = (
         "the comparison of gradients that were not summed",
         "layers that were put in or taken out",
         "evener.prepare",
+        "evener.save",
+        "evener.load",
         "seeding anew",
         "optimizer.step()",
         "state_dict()",

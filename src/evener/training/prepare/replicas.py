@@ -1,8 +1,8 @@
 """Checks that the ranks of a prepared loop hold the same weights and buffers.
 
 Works like :mod:`evener.training.consistency.replicas` in a run. One checksum of all tensors goes with the row that ends
-a batch: after the first update, and later so rarely that it takes no more of the time than there. Only if it differs,
-the ranks exchange a checksum of each tensor.
+a batch: after the first update, and later so rarely that it takes no more of the time than there. One goes with each
+save, which writes the weights of one rank. Only if it differs, the ranks exchange a checksum of each tensor.
 """
 
 from __future__ import annotations
@@ -45,6 +45,24 @@ class LoopReplicas:
         self._last_time = now
         return together(self._own), now - began, usual
 
+    def checksum(self, learner: Learner) -> float:
+        """Returns this rank's checksum for :meth:`compare`. Returns 0 if there is nothing to compare."""
+        if learner.session.mixed or learner.session.world_size == 1:
+            return 0.0
+        self._own = _held(learner)
+        return together(self._own)
+
+    def compare(self, checksums: Sequence[float], session: Session, steps: int) -> None:
+        """Compares the checksums of all ranks after ``steps`` updates.
+
+        Raises:
+            DivergenceError: On all ranks alike, if they differ.
+        """
+        if len(set(checksums)) > 1:
+            everyone = session.control.gather_objects(self._own)
+            raise DivergenceError(_difference(everyone, steps, self._last_steps))
+        self._last_steps = steps
+
     def check(self, rows: Sequence[Sequence[float]], session: Session, steps: int) -> None:
         """Compares the numbers of all ranks.
 
@@ -53,10 +71,8 @@ class LoopReplicas:
         """
         if not any(row[0] for row in rows):
             return
-        if len({row[0] for row in rows}) > 1:
-            everyone = session.control.gather_objects(self._own)
-            raise DivergenceError(_difference(everyone, steps, self._last_steps))
-        self._last, self._last_steps = self._batches, steps
+        self.compare([row[0] for row in rows], session, steps)
+        self._last = self._batches
         self._next = self._batches + steps_between(max(row[1] for row in rows), min(row[2] for row in rows))
 
 
