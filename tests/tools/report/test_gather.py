@@ -262,10 +262,11 @@ def test_the_command_repeats_the_settings_that_are_no_defaults(tmp_path: Path) -
         "precision_of": ["a=fp32"],
         "overwrite": True,
     }
-    task = {"task": "package.module:task", "options": {"width": 3}}
+    task = {"task": "package.module:task", "options": {"width": 3, "name": "3"}}
     report = report_of(directory(tmp_path / "run", [step(0)], config=config, task=task))
     assert report.identity.command == (
-        "evener train package.module:task --option width=3 --processes 2 --batch-size 8 --precision-of a=fp32"
+        "evener train package.module:task --option width=3 --option 'name='\"'\"'3'\"'\"'' --processes 2 "
+        "--batch-size 8 --precision-of a=fp32"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -73,9 +74,20 @@ def reproducing_command(settings: Mapping[str, Any], task: Mapping[str, Any], wo
         return ""
     words = ["evener", "train", name]
     for key, value in options.items() if isinstance(options, dict) else ():
-        words += ["--option", f"{key}={value}"]
+        words += ["--option", f"{key}={_option_text(value)}"]
     words += ["--processes", str(world_size), *_flags(settings)]
     return some_text(shlex.join(words))
+
+
+def _option_text(value: Any) -> str:
+    """Returns a value as an option has it: text in quotes if it would be read as something else, such as a number."""
+    if not isinstance(value, str):
+        return str(value)
+    try:
+        ast.literal_eval(value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return value
+    return repr(value)
 
 
 def _flags(settings: Mapping[str, Any]) -> Iterator[str]:
