@@ -200,7 +200,7 @@ class GradientPart(Tensor):
         local = _norm_of(plain, float(order))
         if math.isinf(float(order)):
             return self.over_all(local, "max")
-        powers = local.to(torch.promote_types(local.dtype, torch.float32)).pow(order)
+        powers = local.to(torch.promote_types(local.dtype, torch.float32)).pow(float(order))
         return self.over_all(powers, "sum").pow(1 / float(order)).to(local.dtype)
 
     def over_all(self, number: Tensor, kind: str) -> Tensor:
@@ -214,7 +214,8 @@ class GradientPart(Tensor):
 
 def _norm_of(plain: Tensor, order: float) -> Tensor:
     if plain.numel() or not math.isinf(order):
-        return torch.linalg.vector_norm(plain, order)
+        found: Tensor = torch.linalg.vector_norm(plain, order)
+        return found
     return plain.real.new_zeros(())  # PyTorch knows no greatest of nothing
 
 
