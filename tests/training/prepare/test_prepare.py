@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -55,6 +56,18 @@ def accumulating(is_prepared: bool) -> Weights:
         else:
             loop.backward(x, y)
         if step in (2, 4):
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    return loop.weights()
+
+
+def freezing_before_the_sum(is_prepared: bool) -> Weights:
+    loop = Loop(is_prepared)
+    for step, (x, y) in enumerate(loop.loader):
+        with evener.no_sync() if is_prepared and step % 2 == 0 else nullcontext():
+            loop.backward(x, y)
+        loop.model[0].weight.requires_grad_(step % 2 == 1)
+        if step % 2:
             loop.optimizer.step()
             loop.optimizer.zero_grad()
     return loop.weights()
@@ -170,7 +183,7 @@ def frozen_and_unused(is_prepared: bool) -> Weights:
 
 LOOPS = (
     *(plainly, accumulating, with_a_closure, with_a_scaler, two_losses_of_a_batch, evaluating_within),
-    *(frozen_and_unused, two_loaders_at_once, after_an_error),
+    *(frozen_and_unused, freezing_before_the_sum, two_loaders_at_once, after_an_error),
 )
 
 

@@ -160,10 +160,9 @@ class MeanOfRanks:
         self.check_all_summed("a backward pass")
         self._hooks.put_off(chain.from_iterable(self._models), self._in_backward, self._delayed)
         summed_later = self._own - self._in_backward
-        present = [p for p in summed_later if p.grad is not None]
-        for parameter in present:
+        for parameter in summed_later:
             become_part(parameter, self._ranks)
-        before = {p: (p.grad, version(p.grad)) for p in present if p.grad is not None}
+        before = {p: (p.grad, version(p.grad)) for p in summed_later if p.grad is not None}
         empty = {p for p in self._in_backward if p.grad is None}
         try:
             with self._summing():
@@ -186,9 +185,8 @@ class MeanOfRanks:
         if self._buckets is None or self._delayed:
             return nullcontext()
         known, (model,) = set(self._buckets.parameters), self._models
-        ready = not self._hooks.are_put_off and all(
-            p.requires_grad == (p in known) for p in model if p.numel()
-        )
+        ready = not self._hooks.are_put_off and all(p.requires_grad for p in self._touched)
+        ready = ready and all(p.requires_grad == (p in known) for p in model if p.numel())
         if min(row[0] for row in self._exchange("the sum of gradients", float(ready))):
             return self._buckets.during()
         return nullcontext()
@@ -251,11 +249,14 @@ class MeanOfRanks:
         """Returns, for each model that a pass reached on any rank, the parameters with a gradient on any rank."""
         mask = sum(2**n for n, model in enumerate(self._models) if not self._touched.isdisjoint(model))
         absent = sum(self._is_absent(p) for model in self._models for p in model if p.requires_grad)
-        rows = self._exchange_roots(mask, absent)
+        frozen = {p for p in self._touched - self._in_backward if not p.requires_grad}  # after a delayed pass
+        rows = self._exchange_roots(mask, absent + len(frozen))
         chosen = [model for n, model in enumerate(self._models) if any(int(row[0]) >> n & 1 for row in rows)]
         if not any(row[1] for row in rows):
             return [[p for p in model if p.requires_grad] for model in chosen]
-        own = [[p.requires_grad and not self._is_absent(p) for p in model] for model in chosen]
+        own = [
+            [(p.requires_grad or p in frozen) and not self._is_absent(p) for p in model] for model in chosen
+        ]
         found = [dict(zip(*pair, strict=True)) for pair in zip(chosen, self._anywhere(own), strict=True)]
         for parameter in self._lacking:
             if not any(model.get(parameter) for model in found):
