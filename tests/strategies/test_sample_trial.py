@@ -107,6 +107,17 @@ class Chosen(Layers):
         return found
 
 
+class DrawingOfItsOwn(Layers):
+    """Draws from a generator and an iterator that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn, self.numbers = [torch.Generator().manual_seed(1)], iter(range(1000))
+
+    def between(self, x: Tensor) -> Tensor:
+        return x * torch.rand((), generator=self.drawn[0]) * next(self.numbers)
+
+
 class Counting(Layers):
     """Computes something else in each call."""
 
@@ -205,7 +216,9 @@ def test_no_other_model_is(ranks: Ranks, model: type[nn.Module], settings: dict[
     assert not any(told for told, _ in ranks(2).run(trained, model, settings))
 
 
-@pytest.mark.parametrize("model", [Drawing, Counting, NormalizedInTraining, CentredAtFirstZero])
+@pytest.mark.parametrize(
+    "model", [Drawing, DrawingOfItsOwn, Counting, NormalizedInTraining, CentredAtFirstZero]
+)
 def test_a_trial_changes_no_bit_of_the_training(ranks: Ranks, model: type[nn.Module]) -> None:
     (_, tried), _ = ranks(2).run(trained, model)
     (told, untried), _ = ranks(2).run(trained, model, None, False)

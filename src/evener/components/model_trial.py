@@ -11,6 +11,7 @@ elements are all equal get random values during a trial (:func:`undisturbed`).
 from __future__ import annotations
 
 import copy
+import random
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -39,6 +41,7 @@ _SEED = 0x5EED
 _MODELS = ("evener.tools.conformance.", "evener.training.builtin_tasks.")
 """Models that come with Evener are as those of a user."""
 _LIBRARIES = ("torch.", "evener.", "builtins.", "typing.", "abc.")
+_MOVING = (Iterator, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _OF_MODULES = vars(nn.Module()).keys()
 _HOOKS = [name for name, value in vars(nn.Module()).items() if "hooks" in name and isinstance(value, dict)]
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
@@ -159,6 +162,27 @@ def has_users_hooks(model: nn.Module) -> bool:
     names = ("_forward_hooks", "_forward_pre_hooks")
     held = (vars(module)[name] for module in model.modules() for name in names)
     return any(_is_users_hook(hook) for hooks in held for hook in hooks.values())
+
+
+def has_moving_attributes(model: nn.Module) -> bool:
+    """Returns True if a module whose code is the user's holds an iterator or a generator of random numbers, which a
+    trial would move on, and not put back."""
+    own = (
+        value
+        for module in model.modules()
+        if _is_users(module)
+        for key, value in vars(module).items()
+        if key not in _OF_MODULES
+    )
+    return any(map(_moves, own))
+
+
+def _moves(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_moves, value.values()))
+    if isinstance(value, list | tuple | set | deque):
+        return any(map(_moves, value))
+    return isinstance(value, _MOVING)
 
 
 def _is_users_hook(hook: Any) -> bool:

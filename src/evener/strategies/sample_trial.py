@@ -30,7 +30,13 @@ import torch
 from torch import Tensor, nn
 
 from evener.components.loss_trial import WithoutMessages, ask_for_others
-from evener.components.model_trial import has_users_hooks, state_kept, training_without_dropout, undisturbed
+from evener.components.model_trial import (
+    has_moving_attributes,
+    has_users_hooks,
+    state_kept,
+    training_without_dropout,
+    undisturbed,
+)
 from evener.core.types import Tree
 from evener.data.batch import Batch, map_leaves, named_leaves
 from evener.distributed import signals as interrupt
@@ -235,6 +241,7 @@ def can_try(learner: Learner) -> bool:
         and settings.bits is None
         and not settings.offload.kinds
         and not has_users_hooks(model)
+        and not has_moving_attributes(model)
         and all(type(tensor.detach()) is Tensor and not tensor.is_meta for tensor in own)
         and all(m.running_mean is not None for m in model.modules() if isinstance(m, AnyBatchNorm))
         and all(compiled_from(m) is None for m in model.modules())
