@@ -34,7 +34,7 @@ from evener.errors import LossError
 from evener.hardware.generators import all_kept
 from evener.nn.context import Scope, current, resumed
 from evener.nn.recompute_guard import apart
-from evener.torch_internals.dispatch import DispatchMode
+from evener.torch_internals.dispatch import DispatchMode, active_fake_mode
 
 _MOST = 4
 """Number of samples that are tried."""
@@ -173,7 +173,7 @@ def trial_of(
     """
     scope, samples = current(), len(micro.samples)
     is_main = threading.current_thread() is threading.main_thread()  # generators belong to all threads
-    if scope is None or not is_main or not by_samples((outputs, micro.targets), samples) or _is_recording():
+    if scope is None or not is_main or not by_samples((outputs, micro.targets), samples) or _is_untold():
         return None
     outputs, samples = map_leaves(detached, outputs), min(samples, _MOST)
 
@@ -217,8 +217,10 @@ class WithoutMessages(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_recording() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def _is_untold() -> bool:
+    """Returns True if there are no numbers yet: in a graph that is recorded, and in an estimate."""
+    is_recording = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return is_recording or active_fake_mode() is not None
 
 
 def _devices(tree: Tree) -> set[torch.device]:

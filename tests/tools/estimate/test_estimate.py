@@ -381,3 +381,18 @@ def _estimated_by_a_rank() -> str:
     except ConfigurationError as error:
         return str(error)
     return ""
+
+
+def summed(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets, reduction="sum")
+
+
+def test_a_loss_of_the_users_is_not_tried_without_numbers() -> None:
+    task = Task(
+        model=lambda: nn.Linear(4, 3),
+        loss=evener.loss(total=summed),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        train=TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.long)),
+        batch_size=8,
+    )
+    assert evener.estimate_memory(task, processes=1, device="cpu").peak > 0
