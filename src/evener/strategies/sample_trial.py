@@ -1,8 +1,8 @@
 """Tries whether a model computes a sample's outputs from that sample alone, as every division of a batch needs it.
 
 A model that normalizes over the batch by code of its own, or compares samples with each other, trains on several ranks
-as if each rank's samples were the batch, without an error. So before the first step the first rank runs the model on a
-few samples twice, and the second time other samples stand behind the first ones::
+as if each rank's samples were the batch, without an error. So before the first step each rank runs the model on a few
+samples twice, and the second time other samples stand behind the first ones::
 
     a b c d ─▶ model ─▶ outputs of a and b
     a b a b ─▶ model ─▶ the same outputs?
@@ -20,7 +20,7 @@ it is a sum; that of a contrastive loss is neither.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from io import StringIO
@@ -68,6 +68,14 @@ class ModelRun(NamedTuple):
     """The numbers of the samples, in the order of the rows."""
     may_be_columns: bool
     """True if the samples need not be along the first dimension."""
+    shares: Sequence[int]
+    """The number of samples of each rank. All that have some try equally many, so that what a trial cannot restore,
+    such as a generator in a closure, stays the same on all."""
+
+    @property
+    def number(self) -> int:
+        """The number of samples to try."""
+        return min(len(self.samples), _MOST, *filter(None, self.shares))
 
     @property
     def is_by_samples(self) -> bool:
@@ -76,7 +84,7 @@ class ModelRun(NamedTuple):
         leaves = [leaf for _, leaf in named_leaves(self.inputs, "")]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return (
-            samples > 1
+            self.number > 1
             and any(t.shape[:1] == (samples,) for t in tensors)
             and all(type(t) is Tensor and t.layout is torch.strided for t in tensors)
             and not (self.may_be_columns and any(samples in t.shape[1:] for t in tensors))
@@ -89,7 +97,7 @@ class SampleTrial:
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
-        self._is_done = learner.session.world_size == 1 or learner.session.rank > 0 or not can_try(learner)
+        self._is_done = learner.session.world_size == 1 or not can_try(learner)
 
     def run(self, batch: Batch) -> None:
         """Tries the model, if it has not been. Warns as :func:`warn_if_mixed` does."""
@@ -102,7 +110,7 @@ class SampleTrial:
         learner, task = self._learner, self._learner.task
         if learner.replays is None:
             call, may_be_columns = partial(task.forward, learner.model), task.collate is not None
-            run = ModelRun(learner.model, call, micro.inputs, micro.samples, may_be_columns)
+            run = ModelRun(learner.model, call, micro.inputs, micro.samples, may_be_columns, batch.shares)
             if run.is_by_samples:
                 warn_if_mixed(learner, run)
 
@@ -111,14 +119,14 @@ def warn_if_mixed(learner: Learner, run: ModelRun) -> None:
     """Tries a model on samples whose rows are known.
 
     Warns:
-        UserWarning: If what it computes of samples depends on other samples of the batch.
+        UserWarning: On the first rank, if what it computes of samples depends on other samples of the batch.
     """
     try:
         found = _what_is_mixed(learner, run)
     except Exception:  # of the user's code, which will say so itself where it cannot compute a batch
         interrupt.check()
         return
-    if found:
+    if found and not learner.session.rank:
         warnings.warn(
             f"{found}: it normalizes over the batch, or compares samples. On several ranks the model sees those of "
             "its own rank alone, which is another training than that of one device. torch.nn's BatchNorm is "
@@ -130,7 +138,7 @@ def warn_if_mixed(learner: Learner, run: ModelRun) -> None:
 
 def _what_is_mixed(learner: Learner, run: ModelRun) -> str:
     """Describes an output that depends on other samples. Returns "" if there is none, or if that cannot be told."""
-    tried = min(len(run.samples), _MOST)
+    tried = run.number
     half = tried // 2
     first, twice = [*range(tried)], [index % half for index in range(half * 2)]
     is_coarse = learner.settings.precision.coarsest.itemsize <= 2 or torch.is_autocast_enabled(

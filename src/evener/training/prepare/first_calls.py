@@ -43,9 +43,8 @@ class FirstCalls:
             self._handles[model] = try_first_call(model, cut, lambda: self._current[-1:])
 
     def watch(self, models: Sequence[nn.Module]) -> None:
-        """Tries those of the models that it does not know yet, on the first rank."""
-        session = self._learner().session
-        for model in models if session.world_size > 1 and not session.rank else ():
+        """Tries those of the models that it does not know yet."""
+        for model in models if self._learner().session.world_size > 1 else ():
             if model not in self._handles:
                 hook = _BeforeCall(self)
                 self._handles[model] = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
@@ -58,7 +57,8 @@ class FirstCalls:
             return
         batch, learner = self._current[-1], self._learner()
         given, samples = ModelCall(args, kwargs), batch.micro.samples
-        run = ModelRun(model, partial(call_model_as, model), given, samples, batch.may_be_columns)
+        call, shares = partial(call_model_as, model), batch.shares
+        run = ModelRun(model, call, given, samples, batch.may_be_columns, shares)
         if batch.samples and run.is_by_samples and all(p in learner.names for p in model.parameters()):
             handle.remove()
             if can_try(learner):
