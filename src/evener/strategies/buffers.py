@@ -15,6 +15,7 @@ from evener.data.fingerprint import digest_of
 from evener.hardware.async_read import is_late
 from evener.nn.fqn import clean_name
 from evener.strategies.learner import Learner
+from evener.torch_internals.dispatch import active_fake_mode
 
 
 def share_buffers(learner: Learner, batch: Batch) -> None:
@@ -31,13 +32,13 @@ def share_buffers(learner: Learner, batch: Batch) -> None:
 
 def _tell(learner: Learner, batch: Batch) -> None:
     """Compares the buffers of the ranks that had samples. Only on CPU ranks of one kind that each compute samples of
-    their own.
+    their own, and not in an estimate, which has no numbers.
 
     Warns:
         UserWarning: On rank 0, if the buffers differ.
     """
     divided = learner.data.degree > 1 and learner.data.is_whole
-    uncompared = is_late(learner.session.device) or learner.session.mixed
+    uncompared = is_late(learner.session.device) or learner.session.mixed or active_fake_mode() is not None
     if not divided or learner.settings.batch_norm == "local" or uncompared:
         return  # a step must not wait for a GPU, and mixed devices round differently; all ranks decide alike
     loose = {id(buffer) for buffer in learner.loose_buffers.tensors()}

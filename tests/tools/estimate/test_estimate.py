@@ -71,6 +71,10 @@ def test_estimates_of_one_device(model: str, optimizer: str) -> None:
     assert_near(evener.estimate_memory(task, config).ranks[0], counted_alone(task, config))
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def small(**parts: Any) -> Task:
     usual: dict[str, Any] = {
         "model": lambda: nn.Sequential(
@@ -327,6 +331,20 @@ class Looks(nn.Linear):
         return super().forward(x * 2 if x.sum() > 0 else x)
 
 
+class Embeds(nn.Linear):
+    """Has a sparse gradient, and a buffer that ranks share after each step."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.embed = nn.Embedding(50, sizes[0], sparse=True)
+        self.register_buffer("seen", torch.zeros(sizes[0]))
+        self.seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.lerp_(x.mean(0), 0.1)
+        return super().forward(x + self.embed(x[:, 0].long().abs() % 50))
+
+
 class Counts(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x[: int(x.long().sum())])
@@ -337,6 +355,7 @@ class Counts(nn.Linear):
     [
         (small(model=lambda: Chooses(100, 10)), {}, "test_estimate.py"),
         (small(model=lambda: Counts(100, 10)), {}, "test_estimate.py"),
+        (small(model=lambda: Embeds(100, 10), optimizer=sgd), {"processes": 2}, "sparse=True"),
         (small(), {"strategy": "pipeline", "processes": 2}, "cut="),
         (small(), {"mesh": "pipeline=2,data=2", "processes": 4}, "cut="),
         (small(), {"compress": "powersgd", "processes": 2}, "powersgd"),
@@ -387,11 +406,23 @@ def summed(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets, reduction="sum")
 
 
+def test_models_with_sparse_gradients_and_buffers_of_their_own_are_estimated() -> None:
+    sparse = small(model=lambda: Embeds(100, 10), optimizer=sgd)
+    assert evener.estimate_memory(sparse, processes=1, device="cpu").peak > 0
+
+    def dense() -> nn.Module:
+        model = Embeds(100, 10)
+        model.embed.sparse = False
+        return model
+
+    assert evener.estimate_memory(small(model=dense), processes=2, device="cpu").peak > 0
+
+
 def test_a_loss_of_the_users_is_not_tried_without_numbers() -> None:
     task = Task(
         model=lambda: nn.Linear(4, 3),
         loss=evener.loss(total=summed),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        optimizer=sgd,
         train=TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.long)),
         batch_size=8,
     )

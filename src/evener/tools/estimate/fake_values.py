@@ -53,6 +53,12 @@ class FakeValues(DispatchMode):
     ) -> Any:
         if any(map(wraps, types)):
             return NotImplemented
+        if function.namespace == "c10d" and isinstance(args[0], list) and any(map(_is_sparse, args[0])):
+            raise ConfigurationError(
+                "memory cannot be known before the run: gradients of embeddings with sparse=True are summed over "
+                "ranks, and how many rows the sum has depends on the samples. Measure it in a run, or leave "
+                "sparse=True out"
+            )
         try:
             found = function(*args, **(kwargs or {}))
         except Exception as error:
@@ -75,6 +81,10 @@ class FakeValues(DispatchMode):
         if place:
             self.asked.add(place)
         return answer
+
+
+def _is_sparse(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout is torch.sparse_coo
 
 
 def _is_no_size(tensor: Tensor) -> bool:

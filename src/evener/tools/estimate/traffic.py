@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from evener.torch_internals.dispatch import DispatchMode, device_asked, named_arguments, wraps
 from evener.torch_internals.process_groups import group_among
+from evener.torch_internals.storages import memory_of
 
 _KINDS = {
     "allreduce": "all_reduce",
@@ -135,7 +136,7 @@ def _nbytes_moved(func: Any, args: Any, kwargs: Any, found: Any) -> int:
 def _nbytes(tree: Any) -> int:
     """Returns the bytes of all tensors in a tree of tuples, lists and dictionaries."""
     if isinstance(tree, Tensor):
-        return tree.nbytes
+        return sum(part.nbytes for part in memory_of(tree))
     if isinstance(tree, dict):
         tree = tree.values()
     elif not isinstance(tree, tuple | list):
