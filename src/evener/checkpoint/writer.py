@@ -13,7 +13,6 @@ their own. After each part they tell each other if it succeeded, so that all lea
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 import zlib
@@ -39,13 +38,13 @@ from evener.components.sharded_tensor.shard_spec import ShardSpec
 from evener.components.state_dict import OF_REPLICAS, HeldState
 from evener.core import elsewhere
 from evener.core.os_errors import os_error_behind, os_error_message
-from evener.core.plain_values import as_plain, unreadable
+from evener.core.plain_values import serialized
 from evener.core.text import said
 from evener.distributed.hosts import all_gather, connected, destroy
 from evener.distributed.mesh import AXES, Mesh
 from evener.distributed.session import Session
 from evener.distributed.signals import GRACE_SECONDS
-from evener.errors import CheckpointError, ConfigurationError
+from evener.errors import CheckpointError
 from evener.hardware import accelerators
 from evener.hardware.memory import made_as
 from evener.hardware.memory.counters import UNCOUNTED
@@ -312,19 +311,6 @@ class Saver:
 def _is_first(mesh: Mesh, piece: ShardSpec | None) -> bool:
     """Returns True if no lower rank holds the same piece."""
     return all(mesh.index(axis) == 0 for axis in AXES if piece is None or axis not in piece.axes)
-
-
-def serialized(rest: Mapping[str, Any]) -> bytes:
-    """Returns the content of the file of what is not a tensor.
-
-    Raises:
-        ConfigurationError: If a part of it could not be read again.
-    """
-    buffer, plain = io.BytesIO(), as_plain(dict(rest))
-    if strange := unreadable(plain):
-        raise ConfigurationError(strange)
-    torch.save(plain, buffer)
-    return buffer.getvalue()
 
 
 # Parts of the writing, each on all ranks

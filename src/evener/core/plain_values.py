@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from evener.core.plugins import kind_of
+from evener.errors import ConfigurationError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -28,6 +29,19 @@ def as_plain(value: Any) -> Any:
     if type(value) is dict:
         return {as_plain(key): as_plain(entry) for key, entry in value.items()}
     return type(value)(map(as_plain, value)) if type(value) in (list, tuple) else value
+
+
+def serialized(rest: Mapping[str, Any]) -> bytes:
+    """Returns the content of the file of what is not a tensor.
+
+    Raises:
+        ConfigurationError: If a part of it could not be read again.
+    """
+    buffer, plain = io.BytesIO(), as_plain(dict(rest))
+    if strange := unreadable(plain):
+        raise ConfigurationError(strange)
+    torch.save(plain, buffer)
+    return buffer.getvalue()
 
 
 def unreadable(value: Any, name: str = "the state") -> str:

@@ -15,10 +15,10 @@ from evener import checkpoint
 from evener.checkpoint import evaluation as evaluated
 from evener.checkpoint.rng_state import draw_on
 from evener.checkpoint.run_mark import Identity
-from evener.checkpoint.writer import serialized
 from evener.components import state_dict as state
 from evener.core.config.run_config import RunConfig
 from evener.core.elsewhere import place_of, shown, url_of
+from evener.core.plain_values import serialized
 from evener.data.fingerprint import Fingerprint, difference, fingerprint
 from evener.data.stream_state import StreamState
 from evener.errors import CheckpointError, ConfigurationError
