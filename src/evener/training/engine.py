@@ -78,7 +78,7 @@ class Engine:
         **settings: Unpack[Settings],
     ) -> None:
         self.task = task = resolve(task, BUILT_IN)()
-        self.config = (config or RunConfig()).replace(**settings)
+        self.config = config = (config or RunConfig()).replace(**settings)
         with ExitStack() as undo:
             self.session = session or undo.enter_context(
                 Session(device=self.config.device, timeout_seconds=self.config.timeout_seconds)
@@ -102,8 +102,7 @@ class Engine:
             self.recomputing = Recomputing(learner, self.observers.event)
             self._by_hand = ManualStep(learner, control, self.config.non_finite)
             self._replicas = ReplicaCheck(learner, control, self.config, self.observers.event)
-            late = self.step_sync.steps_late
-            self.feed = BatchFeed(learner, self.config, self.batch_size, self.epochs, late)
+            self.feed = BatchFeed(learner, config, self.batch_size, self.epochs, self.step_sync.steps_late)
             self.state = RunState(learner, self.feed, self.scheduler, self.config, self.observers)
             undo.callback(self.state.saver.close)
             self.skips = self.feed.skips
@@ -349,11 +348,12 @@ class Engine:
                 next save, :meth:`finish_saving` and :meth:`load` wait for the end.
 
         Raises:
-            DivergenceError: If weights are not finite; these are never saved.
+            DivergenceError: If weights are not finite, or ranks hold different ones; these are never saved.
             CheckpointError: If it, or the one before it, could not be written; on all ranks.
         """
         self.settle()
         self.tell()  # so that the records of a run resumed from here lack no step
+        self._replicas.check(self.steps_done, again=False)
         return self.state.save(directory, checkpoint.Keep(keep), wait)
 
     def finish_saving(self) -> None:

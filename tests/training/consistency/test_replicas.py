@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +90,7 @@ def train(
     state: bool = False,
     steps: int = 6,
     norm: bool = False,
+    save: Path | None = None,
 ) -> tuple[str, list[Any], dict[str, Any] | None]:
     """What was said, told, and come to; ``edit`` names the rank on which a number is changed after step 2."""
     told = Remembering()
@@ -105,6 +107,8 @@ def train(
                     weight = next((p for p in held if engine.learner.names[p] == "inner.weight"), held[0])
                     chosen = engine.learner.optimizer.state[weight]["momentum_buffer"] if state else weight
                     local(chosen).data[0] += 1  # as memory at fault would: PyTorch does not count it
+                if engine.steps_done == 4 and save is not None:
+                    engine.save(save)
             found = engine.state_dict()
         except DivergenceError as error:
             said = str(error)
@@ -154,6 +158,12 @@ def test_what_the_optimizer_holds_is_compared_at_the_end(ranks: Any) -> None:
     for said, _, _ in ranks(3).run(train, "ddp", settings, edit=2, state=True):
         assert "the optimizer's momentum_buffer of inner.weight" in said
         assert "on ranks 0, 1, another on rank 2" in said
+
+
+def test_ranks_that_differ_are_not_saved(ranks: Any, tmp_path: Path) -> None:
+    for said, _, _ in ranks(2).run(train, "ddp", {"check_replicas": 100}, edit=1, save=tmp_path):
+        assert said.startswith("after step 3 ")
+    assert not list(tmp_path.iterdir())
 
 
 def test_nobody_compares_where_it_is_switched_off(ranks: Any) -> None:

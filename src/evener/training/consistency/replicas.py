@@ -179,10 +179,9 @@ class ReplicaCheck:
         self._mesh, self._auto = learner.mesh, every is None
         self._every = FIRST if every is None else every
         self._keys: list[Axes] | None = None
-        self._is_reported = False
-        self._last_step, self._last_time = 0, time.perf_counter()
-        self._steps: deque[float] = deque(maxlen=100)  # seconds of the last steps
-        self._last_cost = 0.0  # seconds of the last comparison, waiting included
+        self._last_step, self._last_time, self._is_reported = 0, time.perf_counter(), False
+        self._steps, self._last_cost = deque[float](maxlen=100), 0.0
+        """Seconds of the last steps, and of the last comparison, waiting included."""
         if not learner.synchronizer.keeps_equal:
             self._refuse_needless(every)
             self._every = 0
@@ -229,17 +228,18 @@ class ReplicaCheck:
             self._last_cost = time.perf_counter() - now
         self._last_time = time.perf_counter()
 
-    def check(self, step: int, everything: bool = False) -> None:
+    def check(self, step: int, everything: bool = False, again: bool = True) -> None:
         """Compares, and heals if asked to. A collective call.
 
         Args:
             step: Number of steps taken.
             everything: Includes the optimizer's state.
+            again: If False, only if a step was taken since the last comparison.
 
         Raises:
             DivergenceError: On all ranks alike, if they differ and are not healed.
         """
-        if not self._is_on:
+        if not self._is_on or not (again or step > self._last_step):
             return
         own, took = self._timed(everything)
         usual = statistics.median(self._steps) if self._steps else 1.0
