@@ -21,6 +21,7 @@ from evener.core.elsewhere import place_of, shown, url_of
 from evener.core.plain_values import serialized
 from evener.data.fingerprint import Fingerprint, difference, fingerprint
 from evener.data.stream_state import StreamState
+from evener.distributed import signals
 from evener.errors import CheckpointError, ConfigurationError
 from evener.strategies.exact_bits import words_of
 from evener.strategies.learner import Learner
@@ -192,7 +193,12 @@ class RunState:
 
     def check_savable(self) -> None:
         """Raises ConfigurationError if a checkpoint cannot hold what a run is known to have before it trains."""
-        serialized({**self._rest(), **self._learner.held_state().leftovers(lambda own: [own])})
+        try:
+            found = {**self._rest(), **self._learner.held_state().leftovers(lambda own: [own])}
+        except Exception:  # of a part of the user's, which need not have a state before the first step
+            signals.check()
+            return
+        serialized(found)
 
     def save(self, directory: Path, keep: checkpoint.Keep, wait: bool) -> Path:
         """Writes a checkpoint. A collective call."""
