@@ -16,8 +16,9 @@ Tested with torch 2.11, 2.13, 2.15.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import TracebackType
 from typing import Any, Self
@@ -42,15 +43,23 @@ READS_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """PyTorch's ``TorchDispatchMode`` with types. ``__torch_dispatch__`` is called in place of every operator."""
+    """PyTorch's ``TorchDispatchMode`` with types. ``__torch_dispatch__`` is called in place of every operator.
+
+    Inside, what ``torch.compile`` has wrapped runs uncompiled. PyTorch never again compiles a function that it would
+    have had to compile under a mode.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._uncompiled: list[ExitStack] = []
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
+        self._uncompiled.append(uncompiled := ExitStack())
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -58,6 +67,7 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._uncompiled.pop().close()
 
 
 def mode_is_active() -> bool:
