@@ -173,6 +173,18 @@ def total(outputs: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(scores, targets, reduction="sum")
 
 
+def of_samples(told: list[warnings.WarningMessage]) -> list[str]:
+    """Returns the warnings that a trial of samples gave."""
+    return [str(each.message) for each in told if "beside it in the batch" in str(each.message)]
+
+
+def check_told(first: list[str], second: list[str]) -> None:
+    """Checks what the two ranks said of a model that mixes samples."""
+    assert len(first) == 1
+    assert "all_gather" in first[0]
+    assert not second
+
+
 def trained(
     model: type[nn.Module], settings: dict[str, Any] | None = None, tries: bool = True
 ) -> tuple[list[str], dict[str, Tensor]]:
@@ -187,7 +199,7 @@ def trained(
             for batch in engine.batches():
                 engine.step(batch)
             weights = {name: value.clone() for name, value in engine.model.state_dict().items()}
-    return [str(each.message) for each in told if "beside it in the batch" in str(each.message)], weights
+    return of_samples(told), weights
 
 
 MIXING = (
@@ -205,9 +217,7 @@ def test_a_model_that_mixes_samples_is_told_of_once_by_the_first_rank(
     ranks: Ranks, model: type[nn.Module]
 ) -> None:
     (first, _), (second, _) = ranks(2).run(trained, model)
-    assert len(first) == 1
-    assert "all_gather" in first[0]
-    assert not second
+    check_told(first, second)
 
 
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"balance": "1,5"}])

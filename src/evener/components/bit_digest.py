@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evener.core.complex_numbers import as_real
+
 _WIDTH = 2**16
 _SMALL = 2**12
 """Tensors of at most so many elements are read together, element by element."""
@@ -37,9 +39,7 @@ def sum_of_digests(tensors: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
     small: dict[torch.dtype, list[tuple[Tensor, int]]] = {}
     found: list[Tensor] = []
     for tensor, number in zip(tensors, numbers, strict=True):
-        flat = tensor.detach().reshape(-1)
-        if flat.is_complex():
-            flat = torch.view_as_real(flat).reshape(-1)
+        flat = as_real(tensor.detach()).reshape(-1)
         if flat.numel() <= _SMALL:
             small.setdefault(flat.dtype, []).append((flat, number))
         else:

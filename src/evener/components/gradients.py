@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from evener.components.late_norms import LateNorms, LatePlace
 from evener.components.sharded_tensor.local import local
+from evener.core.complex_numbers import as_real
 from evener.errors import DivergenceError
 from evener.hardware.async_read import Readout, ReadyValue, is_late, kept
 from evener.torch_internals.foreach import FiniteCheck
@@ -98,7 +99,7 @@ def _number_of_small(gradients: Sequence[Tensor], check: FiniteCheck) -> float:
 def numbers_of(gradient: Tensor) -> Tensor:
     """Returns the values of a gradient that this rank holds, as real numbers."""
     numbers = stored_values(gradient) if gradient.is_sparse else local(gradient)
-    return torch.view_as_real(numbers) if numbers.is_complex() else numbers
+    return as_real(numbers)
 
 
 Named = Callable[[], Iterable[tuple[str, Tensor]]]

@@ -36,11 +36,6 @@ def held_buffers(model: nn.Module) -> HeldBuffers:
     ]
 
 
-def as_real(tensor: Tensor) -> Tensor:
-    """Returns complex numbers as pairs of real ones."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 class NormalizedElements:
     """Counts what each BatchNorm of a model normalizes in training: elements for each channel, and passes."""
 

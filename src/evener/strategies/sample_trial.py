@@ -140,18 +140,18 @@ def _what_is_mixed(learner: Learner, run: ModelRun) -> str:
     """Describes an output that depends on other samples. Returns "" if there is none, or if that cannot be told."""
     tried = run.number
     half = tried // 2
-    first, twice = [*range(tried)], [index % half for index in range(half * 2)]
+    first, beside = [*range(tried)], [index % half for index in range(tried)]
     is_coarse = learner.settings.precision.coarsest.itemsize <= 2 or torch.is_autocast_enabled(
         learner.session.device.type
     )
     far = _FAR_IN_HALF if is_coarse else _FAR
-    whole, other = _computed(learner, run, first), _computed(learner, run, [*twice, *twice][:tried])
+    whole, other = _computed(learner, run, first), _computed(learner, run, beside)
     if not all(map(torch.equal, whole.drawn, other.drawn)):
         return ""  # if how much is drawn depends on the samples, so do the numbers
     moved, odd = _moved(whole.outputs, other.outputs, half, far), dict[str, str]()
     if not whole.draws and any(_is_loss(leaf) for _, leaf in whole.outputs):
-        both = _computed(learner, run, twice).outputs
-        odd = _no_means(_computed(learner, run, first[:half]).outputs, both, far)
+        once, twice = (_computed(learner, run, beside[:number]).outputs for number in (half, 2 * half))
+        odd = _no_means(once, twice, far)
     if (not moved and not odd) or not _are_same(whole.outputs, _computed(learner, run, first).outputs, far):
         return ""
     fewer = _computed(learner, run, first[:-1]).outputs

@@ -256,7 +256,7 @@ def _are_enough(reading: Reading, batch_size: int) -> bool:
 def _speeds(learner: Learner, dataset: Dataset[Any], options: EvaluationOptions) -> Sequence[float]:
     """Returns the samples per second of the parts of a batch, from passes over the first one. A collective call."""
     options = replace(options, workers=0, measures=False)
-    watch, own = stopwatch(learner.session.device), math.inf
+    watch, taken = stopwatch(learner.session.device), list[float]()
     with all_kept(learner.session.device), forward_state_kept(learner.model):
         micros = [micro for micro, _ in _forward(learner, dataset, options, 1)]
         samples = sum(micro.size for micro in micros)
@@ -266,10 +266,12 @@ def _speeds(learner: Learner, dataset: Dataset[Any], options: EvaluationOptions)
                     with learner.micro_scope(micro, 0):
                         learner.outputs(micro)
                 watch.mark()
-            own = min(own, watch.seconds() / samples if samples else math.nan)
+            taken.append(watch.seconds())
+    own = min(taken) / samples if samples else math.nan
     rows = learner.session.control.exchange([own]).wait()
-    speeds = [1 / seconds for seconds in learner.data.slowest([row[0] for row in rows])]
-    return speeds if all(map(math.isfinite, speeds)) else [1.0] * len(speeds)
+    of_parts = learner.data.slowest([row[0] for row in rows])
+    are_known = all(seconds > 0 for seconds in of_parts)  # NaN is not
+    return [1 / seconds if are_known else 1.0 for seconds in of_parts]
 
 
 def _accumulators(learner: Learner) -> dict[str, Accumulator]:

@@ -199,9 +199,8 @@ def _write_npy(file: BinaryIO, outputs: Tree) -> None:
 
 def _write_npz(file: BinaryIO, outputs: Tree) -> None:
     found = tensors(outputs, ".npz")
-    with zipfile.ZipFile(
-        file, "w"
-    ) as archive:  # np.savez takes some names, such as "file", for its own arguments
+    # np.savez takes some names, such as "file", for its own arguments.
+    with zipfile.ZipFile(file, "w") as archive:
         for name, value in found.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
                 np.lib.format.write_array(part, _array(value), allow_pickle=False)

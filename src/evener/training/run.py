@@ -20,7 +20,7 @@ from evener.core.elsewhere import shown
 from evener.core.observer import Observer
 from evener.core.records import Note, RunSummary
 from evener.core.task.task import Task
-from evener.core.text import few
+from evener.core.text import counted, few
 from evener.data.batch import Batch
 from evener.distributed.recovery.deferred_free import bury
 from evener.distributed.session import RUN_DIR, Session
@@ -127,7 +127,7 @@ class Run:
                     self._engine.state.branch()
                 hosts = sorted(set(session.control.gather_objects(session.environment.host)))
                 of_hosts = f" of {few(hosts)}" if len(hosts) > 1 else ""
-                ranks = f"{session.world_size} rank{'s' if session.world_size > 1 else ''}{of_hosts}"
+                ranks = counted(session.world_size, "rank") + of_hosts
                 self._notes.append(
                     f"goes on after step {self._engine.steps_done} of {shown(config.resume)}, on {ranks}"
                 )

@@ -20,6 +20,7 @@ from evener.collectives.tuning.measure import round_trip_seconds
 from evener.components.model_init import whole_size
 from evener.core.elsewhere import shown
 from evener.core.records import RunStart, RunSummary
+from evener.core.text import counted
 from evener.distributed.environment import usable_cores
 from evener.hardware import accelerators
 from evener.hardware.cpu_time import CpuTime, cpu_time
@@ -86,7 +87,7 @@ def waiting_message(parts: Sequence[RankPart], seconds: float) -> str:
     if not waited[rank] > WAITING * seconds > 0:
         return ""
     workers = parts[rank].workers
-    using = f"with {workers} worker{'s' * (workers != 1)}" if workers else "without workers"
+    using = f"with {counted(workers, 'worker')}" if workers else "without workers"
     hint = "" if workers else ": --workers N (workers=N) has N processes read meanwhile"
     return f"rank {rank} waited for batches {waited[rank] / seconds:.0%} of the time, {using}{hint}"
 

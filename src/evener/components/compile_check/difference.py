@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, fx
 
 from evener.components.compile_check.trial import Computed, Inputs, disturbed, trial
+from evener.core.complex_numbers import as_real
 from evener.hardware import accelerators
 
 FACTOR = 8.0
@@ -272,7 +273,7 @@ def _is_floating(tensor: Tensor) -> bool:
 def _numbers(tensor: Tensor) -> Tensor:
     """Returns the values as dense real numbers: in float64 if the device supports it, else in float32."""
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+    real = as_real(dense)
     return real.to(torch.float64 if accelerators.has_float64(real.device) else torch.float32)
 
 

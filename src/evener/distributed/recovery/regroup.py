@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from evener.core.text import few
+from evener.core.text import counted, few
 from evener.errors import EvenerError
 
 BOUNDS = "EVENER__MAY_BECOME"
@@ -164,7 +164,7 @@ def _departure(requests: Sequence[Request], bounds: Bounds, number: int) -> Grou
         return (
             GroupChange(leave, ranks, number, words)
             if ranks
-            else Stop(number, f"{len(stay)} rank{'s' * (len(stay) > 1)} would be left")
+            else Stop(number, f"{counted(len(stay), 'rank')} would be left")
         )
     machines = {request.machine for request in requests if request.signal}
     hosts = sorted({request.host for request in requests if request.machine in machines})

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from evener.strategies.running_moments import NormalizedElements, as_real, held_buffers, running_moments
+from evener.core.complex_numbers import as_real
+from evener.strategies.running_moments import NormalizedElements, held_buffers, running_moments
 from evener.torch_internals.autograd import version
 
 WIDE = torch.float64

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evener.core.complex_numbers import as_real
 from evener.data.rounds import Rounds
 from evener.hardware.timers import waiting
 from evener.strategies.learner import Learner
 from evener.strategies.local_steps.merge import widest
 from evener.strategies.local_steps.replicas import LocalReplica, ReplicaSet
-from evener.strategies.running_moments import RunningMoments, as_real, running_moments
+from evener.strategies.running_moments import RunningMoments, running_moments
 
 
 class BufferMerge:

@@ -26,11 +26,11 @@ from evener.components.coalesce import broadcast_together, in_buckets
 from evener.components.gradients import number_of
 from evener.components.sharded_tensor.local import as_held, local
 from evener.components.sharded_tensor.shard_spec import shard_spec
+from evener.core.complex_numbers import as_real
 from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import waiting
 from evener.strategies.learner import Learner
 from evener.strategies.local_steps.replicas import ReplicaSet
-from evener.strategies.running_moments import as_real
 
 
 @dataclass

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evener.core.config.sizes import size_words
+from evener.core.text import counted
 from evener.hardware.memory.counters import CATEGORIES
 
 
@@ -60,7 +61,7 @@ class MemoryEstimate:
 
     def __repr__(self) -> str:
         """Returns a summary in one line; ``str`` gives the table."""
-        ranks = f"{len(self.ranks)} rank{'s' if len(self.ranks) != 1 else ''}"
+        ranks = counted(len(self.ranks), "rank")
         return (
             f"<MemoryEstimate of {self.task}: at most {size_words(self.peak)} on {ranks} ({self.strategy})>"
         )

@@ -236,7 +236,7 @@ class Happenings:
 
 def _start_words(attempt: Attempt) -> str:
     repeated = f", and repeated {counted(attempt.lost_steps, 'step')}" if attempt.lost_steps else ""
-    ranks = f"{attempt.world_size} rank{'s' * (attempt.world_size != 1)}"
+    ranks = counted(attempt.world_size, "rank")
     return f"the ranks started again after step {attempt.step:,}, with {ranks}{repeated}"
 
 

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from evener.components.amp.policy import Precision
+from evener.core.complex_numbers import as_real
 from evener.core.config.run_config import RunConfig
 from evener.core.html import html_table
 from evener.errors import ConfigurationError
 from evener.tools.verify import rounding_floor as floors
 from evener.tools.verify.hints import Evidence, hint
 from evener.tools.verify.rounding_floor import ComparedPlace, Numbers, PlaceKind
-from evener.tools.verify.trajectory import Trajectory, as_real
+from evener.tools.verify.trajectory import Trajectory
 from evener.training.factory import balance_of, strategy_of
 
 LIMIT = 20.0

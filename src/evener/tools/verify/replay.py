@@ -20,6 +20,7 @@ from torch import Tensor
 
 from evener.checkpoint.remote.fetch import fetched
 from evener.checkpoint.weights_file import read_weights
+from evener.core.complex_numbers import as_real
 from evener.core.config.run_config import RunConfig
 from evener.core.elsewhere import shown
 from evener.core.records import RECORDS
@@ -35,7 +36,6 @@ from evener.strategies.asynchronous.strategies import Asynchronous, RecordedAsyn
 from evener.tools.verify.comparison import LIMIT
 from evener.tools.verify.perturbation import disturb
 from evener.tools.verify.rounding_floor import distance, norm
-from evener.tools.verify.trajectory import as_real
 from evener.training.builtin_tasks import BUILT_IN
 from evener.training.engine import Engine
 from evener.training.factory import strategy_of

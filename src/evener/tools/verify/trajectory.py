@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from evener import checkpoint
 from evener.components.optim.eight_bit import has_other_blocks
+from evener.core.complex_numbers import as_real
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import TaskLike, resolve
 from evener.data.batch import Batch
@@ -222,8 +223,3 @@ def _copies(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def dense(tensor: Tensor) -> Tensor:
     """Returns the tensor as a dense one. Buffers may be sparse, such as the edges of a graph."""
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """Returns complex numbers as pairs in an additional last dimension; other tensors as they are."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

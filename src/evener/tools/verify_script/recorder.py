@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 
 from evener.components.sharded_tensor.local import local
 from evener.components.sharded_tensor.shard_spec import shard_spec
+from evener.core.complex_numbers import as_real
 from evener.distributed.environment import Environment
 from evener.distributed.failure import is_communication_error
 from evener.distributed.loop_watch import LoopWatch
@@ -34,7 +35,7 @@ from evener.nn.dropout import drawing_apart
 from evener.nn.fqn import clean_name
 from evener.strategies.composed import degrees_of
 from evener.tools.verify.perturbation import disturb
-from evener.tools.verify.trajectory import RandomSketch, Sketches, as_real
+from evener.tools.verify.trajectory import RandomSketch, Sketches
 from evener.tools.verify_script.events import Event, Record, ScriptLines, What
 from evener.tools.verify_script.heard_loss import HeardLoss
 from evener.training.prepare.prepare import place_or_none

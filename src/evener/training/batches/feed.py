@@ -391,8 +391,6 @@ def _arranged(reading: Reading, seed: int, control: Channel) -> int | None:
     None if it has none. A collective call."""
     order = None if reading.listed is not None else reading.shuffled(seed)
     found = control.gather_objects(order.checksum() if isinstance(order, ShardOrder) else None)
-    return (
-        None
-        if not any(found)
-        else zlib.crc32(repr(found if reading.parts is not None else found[:1]).encode())
-    )
+    if not any(found):
+        return None
+    return zlib.crc32(repr(found if reading.parts is not None else found[:1]).encode())

@@ -35,6 +35,7 @@ from torch import Tensor
 from evener.components.optim.stand_ins import states_of
 from evener.components.sharded_tensor.local import local, off_host
 from evener.components.sharded_tensor.shard_spec import shard_spec
+from evener.core.complex_numbers import as_real
 from evener.core.config.run_config import RunConfig
 from evener.core.records import Note
 from evener.data.rounds import Rounds
@@ -72,8 +73,7 @@ class ReplicaPart:
 def digest(numbers: Tensor) -> Tensor:
     """Returns an integer below 2**52 from all bits of ``numbers``, on their device. It changes if parts are swapped."""
     dense = numbers if numbers.layout is torch.strided else numbers.to_dense()  # sparse buffers are small
-    real = torch.view_as_real(dense) if dense.is_complex() else dense
-    flat = real.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = as_real(dense.detach()).contiguous().reshape(-1).view(torch.uint8)
     words = flat.numel() // (8 * _PARTS) * _PARTS
     whole, rest = flat[: 8 * words], flat[8 * words :]
     if whole.storage_offset() % 8:

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from evener.core.complex_numbers import as_real
+
 _MOST_ENTRIES = 100
 """Maximum of entries of a list or dictionary that are compared."""
 _FEW = 16
@@ -71,8 +73,7 @@ class TensorSketch:
         form = f"{str(tensor.dtype).removeprefix('torch.')} of {tuple(tensor.shape)}"
         if tensor.is_meta or tensor.layout is not torch.strided:
             return cls(form, ())
-        flat = tensor.detach().flatten()
-        flat = torch.view_as_real(flat.resolve_conj()).flatten() if flat.is_complex() else flat
+        flat = as_real(tensor.detach()).flatten()
         unit = torch.finfo(flat.dtype).eps if flat.is_floating_point() else 0.0
         if flat.numel() <= _FEW:
             return cls(form, tuple(flat.double().tolist()), _digest(flat), unit=unit)

@@ -18,6 +18,7 @@ from evener.strategies.learner import Learner
 from evener.strategies.sample_trial import ModelRun, can_try, warn_if_mixed
 from evener.training.prepare.current_batch import CurrentBatch
 from evener.training.prepare.positions import call_model_as, try_first_call
+from evener.training.prepare.weak_hook import WeakHook
 
 
 class FirstCalls:
@@ -46,7 +47,7 @@ class FirstCalls:
         """Tries those of the models that it does not know yet."""
         for model in models if self._learner().session.world_size > 1 else ():
             if model not in self._handles:
-                hook = _BeforeCall(self)
+                hook = _BeforeCall(self.try_samples)
                 self._handles[model] = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def try_samples(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -80,18 +81,7 @@ class FirstCalls:
             self._handles.popitem()[1].remove()
 
 
-class _BeforeCall:
-    """Forward hook of a model. Does nothing in a copy of the model, or in one loaded from a file."""
-
-    def __init__(self, calls: FirstCalls | None = None) -> None:
-        self._calls = None if calls is None else weakref.ref(calls)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            return
-        calls = None if self._calls is None else self._calls()
-        if calls is not None:
-            calls.try_samples(module, args, kwargs)
-
-    def __reduce__(self) -> Any:
-        return _BeforeCall, ()
+class _BeforeCall(WeakHook):
+    def __call__(self, *given: Any) -> None:
+        if not torch.compiler.is_compiling():
+            super().__call__(*given)

@@ -48,6 +48,9 @@ _ELSEWHERE = (
     "order"
 )
 
+_MOST_NODES = 64
+"""Number of nodes of a graph that are looked at for a value over all ranks."""
+
 
 class Parted(BaseException):
     """Raised on all ranks if they take different paths through a function, which then is no fixed number of sums."""
@@ -286,9 +289,6 @@ def is_of_all_ranks(value: Tensor, place: LoopState) -> bool:
         seen.update(new)
         left += new
     return False
-
-
-_MOST_NODES = 64
 
 
 class _Joined(torch.autograd.Function):

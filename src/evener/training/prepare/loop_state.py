@@ -104,7 +104,7 @@ class LoopState:
         self._current: list[CurrentBatch] = []
         self._first_calls = FirstCalls(lambda: self.learner, self._current, random.kept)
         self._outputs = Outputs(lambda: bool(self._current))
-        self._watch_outputs()
+        self._watch_models()
         self._measured: CurrentBatch | None = None
 
     @property
@@ -181,7 +181,7 @@ class LoopState:
         self.printed.compare([row[3] for row in rows], self.session.control.gather_objects, self.rank)
         return [row[4:] for row in rows]
 
-    def _watch_outputs(self) -> None:
+    def _watch_models(self) -> None:
         """Tries first calls. Collects outputs if a BatchNorm makes ranks wait for each other in the backward pass."""
         self._first_calls.watch(self._models)
         normalize_by_batches(self.learner.model)
@@ -333,7 +333,7 @@ class LoopState:
         self._models = held_by(self.learner, len(models))
         self._held = self._layers(self._models)
         self.mean.renew(self.learner, self._models)
-        self._watch_outputs()
+        self._watch_models()
 
     # Passes and updates
 

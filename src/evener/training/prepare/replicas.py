@@ -33,21 +33,20 @@ class LoopReplicas:
 
         Returns zeros if it is not time for a check. ``steps`` is the number of updates so far.
         """
-        session = learner.session
         self._batches += 1
         is_due = self._batches >= self._next or (steps > 0 and not self._last_steps)
-        if not is_due or session.mixed or session.world_size == 1:
+        if not is_due or not _are_alike(learner.session):
             return 0.0, 0.0, 0.0
         began = time.perf_counter()
-        self._own = _held(learner)
+        own = self.checksum(learner)
         now = time.perf_counter()
         usual = (began - self._last_time) / (self._batches - self._last)
         self._last_time = now
-        return together(self._own), now - began, usual
+        return own, now - began, usual
 
     def checksum(self, learner: Learner) -> float:
         """Returns this rank's checksum for :meth:`compare`. Returns 0 if there is nothing to compare."""
-        if learner.session.mixed or learner.session.world_size == 1:
+        if not _are_alike(learner.session):
             return 0.0
         self._own = _held(learner)
         return together(self._own)
@@ -74,6 +73,10 @@ class LoopReplicas:
         self.compare([row[0] for row in rows], session, steps)
         self._last = self._batches
         self._next = self._batches + steps_between(max(row[1] for row in rows), min(row[2] for row in rows))
+
+
+def _are_alike(session: Session) -> bool:
+    return session.world_size > 1 and not session.mixed
 
 
 def _held(learner: Learner) -> dict[str, float]:

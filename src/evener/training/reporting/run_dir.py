@@ -293,9 +293,8 @@ class Records(Observer):
             self._file = RecordFile(
                 self._path / RECORDS, run.steps_done if self._goes_on else 0, self._is_evaluated(), again
             )
-            (self._path / _SUMMARY).unlink(
-                missing_ok=True
-            )  # not before: records that are none refuse the run
+            # Not before: a run that is refused for its records keeps its summary.
+            (self._path / _SUMMARY).unlink(missing_ok=True)
         lost = self._file.lost_steps, self._file.lost_seconds
         append_attempt(self._path, StartRecord.of_run(run, time.time(), *lost))
         note_directory(self._path)

@@ -190,7 +190,7 @@ def _summed_text(run: RunStart | RunSummary) -> str:
 def header_lines(run: RunStart) -> list[str]:
     """Describes the run in lines that fit 60 columns if names allow it. Returns none if the devices are unknown."""
     kinds = ", ".join(f"{n} × {name}" if n > 1 else name for name, n in Counter(run.devices).items())
-    ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
+    ranks = counted(run.world_size, "rank")
     summed = [f"  {_summed_text(run)}"] if run.allreduce and run.world_size > 1 else []
     kept = (
         f"records, weights and checkpoints in {from_here(run.run_dir)}"
@@ -246,7 +246,7 @@ def summary_text(summary: RunSummary) -> str:
     taken = f"{counted(summary.steps, 'step')}, {counted(summary.epochs, 'epoch')}"
     lines = [
         f"{'stopped' if summary.interrupted else 'trained'} {summary.task} with {summary.strategy} "
-        f"on {summary.world_size} rank{'s' * (summary.world_size > 1)} ({devices})",
+        f"on {counted(summary.world_size, 'rank')} ({devices})",
     ]
     if trained:
         lines += [

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from evener.core.config.sizes import size_words
 from evener.core.records import MemoryRecord
+from evener.core.text import counted
 from evener.hardware.memory.allocator_cache import remedy
 from evener.hardware.memory.step_usage import News
 from evener.training.step.step import Step
@@ -64,7 +65,7 @@ def _news_in_words(rank: int, news: News, kind: str) -> Iterator[str]:
 
 def _in_words(rank: int, retries: int, piece: int, before: int) -> str:
     """Describes ``retries`` in a step, after which pieces have at most ``piece`` samples; 0 means no limit."""
-    samples = f"{piece:,} sample{'s' * (piece != 1)} at most" if piece else "any size"
+    samples = f"{counted(piece, 'sample')} at most" if piece else "any size"
     if retries:
         times = f" {retries} times" if retries > 1 else ""
         return f"rank {rank} ran out of memory{times} and took the step again, in pieces of {samples}"
