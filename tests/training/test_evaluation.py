@@ -133,6 +133,10 @@ def test_an_evaluation_without_steps_is_divided_as_the_settings_say(
     assert ranks(2).run(shares_of, size, **settings) == [shares] * 2
 
 
+def test_shares_are_equal_if_a_rank_has_no_sample_to_measure(ranks: Any) -> None:
+    assert ranks(3).run(shares_of, 60, balance="auto", batch_size=2) == [[1, 1, 1, 1]] * 3
+
+
 def evaluated(**settings: Any) -> dict[str, float]:
     import torchmetrics  # here, since each rank that runs another test of this file imports the file, too
 
