@@ -39,6 +39,19 @@ def test_hooks_on_accumulated_gradients_are_known() -> None:
         assert names.has_accumulation_hooks(weight)
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap, torch.func.jacrev])
+def test_transforms_of_functions_are_known(transform: Any) -> None:
+    with borrowed("autograd") as names:
+        seen = []
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            seen.append(names.is_within_transform())
+            return x.sum()
+
+        transform(function)(torch.ones(2))
+        assert (seen, names.is_within_transform()) == ([True], False)
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_tensors_with_hooks_are_looked_for_only_after_a_hook_was_registered(register: str) -> None:
     from evener.torch_internals import autograd as names

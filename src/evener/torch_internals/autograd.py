@@ -20,6 +20,8 @@
   own ``backward`` is silently lost. ``apply`` cannot be patched: modules bind it to names (``relu = MyReLU.apply``),
   and from torch 2.15 on it goes directly to C++. There it looks up the class's ``forward``, and its ``setup_context``
   if that is not the one of ``_SingleLevelFunction``. Outputs of ``forward`` that are no tensors are returned unchanged.
+- ``torch._C._functorch.peek_interpreter_stack`` tells whether a transform of ``torch.func`` is under way, in which
+  tensors have no memory of their own and new ones are wrapped too. There is no public way.
 - ``torch.distributed.pipelining._backward`` splits backward into the part for a stage's inputs and the part for its
   weights, which zero-bubble schedules need. The public way is the runtime of a whole schedule, which needs
   micro-batches of one shape. The module is imported at the first backward, because importing torch's compiler with it
@@ -175,6 +177,11 @@ def _run(
 
 def _several(tensors: Any) -> tuple[Any, ...]:
     return (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
+
+
+def is_within_transform() -> bool:
+    """Returns True inside a function that a transform of ``torch.func`` calls, such as ``grad`` or ``vmap``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 # Calls of ``autograd.Function``

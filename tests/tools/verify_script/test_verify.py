@@ -24,7 +24,8 @@ from tests.warm import Warm, alone_in
 LOOPS = Path(__file__).parent / "loops"
 RIGHT = [
     *spread(("assigned_gradients", "unreduced"), ALWAYS),
-    *spread(("accumulating", "tokens", "token_mean_of_samples", "thawed", "replaced", "by_hand"), SLOW),
+    *spread(("accumulating", "tokens", "token_mean_of_samples", "thawed", "replaced"), SLOW),
+    *spread(("by_hand", "inner_func"), SLOW),
     *spread(("classifier", "adversaries", "clamped", "seeded_again"), NIGHTLY),
 ]
 WRONG = [

@@ -38,6 +38,7 @@ from evener.tools.verify.perturbation import disturb
 from evener.tools.verify.trajectory import RandomSketch, Sketches
 from evener.tools.verify_script.events import Event, Record, ScriptLines, What
 from evener.tools.verify_script.heard_loss import HeardLoss
+from evener.torch_internals.autograd import is_within_transform
 from evener.training.prepare.prepare import place_or_none
 from evener.training.prepare.sample_tensor import plain_of
 
@@ -197,7 +198,9 @@ class ScriptRecorder(LoopWatch):
         original = getattr(torch.autograd, name)
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            if self._is_inside:  # such as activation checkpointing, inside of a backward pass
+            if (
+                self._is_inside or is_within_transform()
+            ):  # such as activation checkpointing, or torch.func.grad
                 return original(*args, **kwargs)
             self._end_if_enough()
             given = [*args, *kwargs.values()]
