@@ -117,13 +117,13 @@ class DelayedHooks:
 
     @torch.no_grad()
     def call(self, mark: Callable[[nn.Parameter], None]) -> None:
-        """Calls the hooks with the gradients of all ranks. ``mark`` is called with each parameter before the hooks that
-        run after accumulation."""
+        """Calls the hooks with the gradients of all ranks, those of the last parameters first, as autograd does in most
+        models. ``mark`` is called with each parameter before the hooks that run after accumulation."""
         self._check_none_came()
         kept, self._kept = self._kept, {}
         for parameter, (hooks, _) in kept.items():
             give_hooks(parameter, hooks)
-        for parameter, ((before, after), older) in kept.items():
+        for parameter, ((before, after), older) in reversed(kept.items()):
             found = parameter.grad
             if found is None:
                 parameter.grad = older

@@ -39,8 +39,9 @@ class LoopWatch:
         """
         return made
 
-    def batch(self, mark: float) -> None:
-        """Called when the loop gets a batch. ``mark`` identifies the batch's samples, however ranks divide them."""
+    def batch(self, mark: Callable[[], float]) -> None:
+        """Called when the loop gets a batch. ``mark`` returns a number for the batch's samples, however ranks divide
+        them."""
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Called when an optimizer has stepped, while a preparation lasts."""

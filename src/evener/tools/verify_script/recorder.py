@@ -129,7 +129,7 @@ class ScriptRecorder(LoopWatch):
             return HeardLoss(given if self._plan.alone and callable(given) else made, made, self)
         return made
 
-    def batch(self, mark: float) -> None:
+    def batch(self, mark: Callable[[], float]) -> None:
         if self._plan.disturbed:
             generator = torch.Generator().manual_seed(self._plan.disturbed)
             for model in self._undisturbed:
@@ -142,7 +142,7 @@ class ScriptRecorder(LoopWatch):
         self._most_in_batch = max(self._most_in_batch, self._steps_in_batch)
         self._steps_in_batch = self._most_in_batch if self._is_enough() else 0
         self.record.events.append(
-            Event(What.BATCH, self._lines.here(), mark, weights=self._changed_by_hand())
+            Event(What.BATCH, self._lines.here(), mark(), weights=self._changed_by_hand())
         )
 
     def _changed_by_hand(self) -> Sketches:

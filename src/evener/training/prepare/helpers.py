@@ -176,7 +176,7 @@ def global_mean(value: Tensor | Callable[..., Any], *arguments: Any, **named: An
     place = current("evener.global_mean")
     current_batch = place.current_batch("evener.global_mean was called")
     if not isinstance(value, Tensor):
-        return _over_all(value, place)(*arguments, **named)
+        return loop_watch().prepared("loss", value, _over_all(value, place))(*arguments, **named)
     count = _count_of(value, *arguments, **named)
     if count is None:
         refuse_divided(

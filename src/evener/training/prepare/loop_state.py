@@ -9,7 +9,7 @@ import gc
 import math
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -189,7 +189,7 @@ class LoopState:
         self._outputs.watch(self._models if self.world_size > 1 and self.waits_in_backward else [])
 
     @contextmanager
-    def at(self, batch: CurrentBatch) -> Iterator[None]:
+    def at(self, batch: CurrentBatch, mark: Callable[[], float] | None = None) -> Iterator[None]:
         """Context in which the loop computes with a batch.
 
         Contexts may be nested, for an evaluation in training or two loaders at once. The last batch of a loop that was
@@ -205,7 +205,7 @@ class LoopState:
             self._measured = batch
             self.work_timer.step(self.steps).__enter__()
         batch.scope.__enter__()
-        loop_watch().batch(batch.mark)
+        loop_watch().batch(mark or (lambda: batch.mark))
         try:
             yield
         except GeneratorExit:
