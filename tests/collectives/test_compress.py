@@ -64,6 +64,12 @@ def infinity_stays_seen() -> None:
             assert tensor.tolist() == pytest.approx([dist.get_world_size()] * 4, rel=0.02)
 
 
+def sent_nbytes(compression: str) -> int:
+    with make("shared-memory", timeout_seconds=20, compression=compression) as all_reduce:
+        all_reduce(torch.ones(2560)).wait()
+        return all_reduce.sent_nbytes
+
+
 def sends_the_largest() -> list[float]:
     with TopK(SharedMemory(timeout_seconds=20), ratio=0.25) as all_reduce:
         tensor = torch.tensor([0.0, 5.0, 1.0, 0.0] if dist.get_rank() else [3.0, 0.0, -1.0, 2.0])
@@ -112,6 +118,20 @@ def test_what_is_no_float_is_summed_exactly(ranks: Any) -> None:
 
 def test_an_infinity_is_not_hidden_and_does_not_stay(ranks: Any) -> None:
     ranks(2).run(infinity_stays_seen)
+
+
+@pytest.mark.parametrize(
+    ("compression", "nbytes"),
+    [
+        ("fp16", 2 * 2560),
+        ("bf16", 2 * 2560),
+        ("int8", 2560 + 10 * 4),  # and a float32 for each block
+        ("fp8", (1 + 1 / 2) * (2560 + 10 * 4)),  # the terms, and half of the sums
+        ("top-k", 2 * 26 * (4 + 4)),  # values and places, with room for those of the other rank
+    ],
+)
+def test_the_bytes_that_are_sent_are_counted(ranks: Any, compression: str, nbytes: int) -> None:
+    assert ranks(2).run(sent_nbytes, compression) == [nbytes] * 2
 
 
 def test_top_k_sends_each_rank_s_largest(ranks: Any) -> None:

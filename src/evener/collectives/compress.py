@@ -40,6 +40,8 @@ class Compressed(AllReduce):
     def __init__(self, inner: AllReduce) -> None:
         super().__init__(inner.group, inner.timeout_seconds)
         self.inner = inner
+        self._own_nbytes = 0
+        """Bytes that this rank has sent, beside those that ``inner`` counts."""
 
     @property
     def exact(self) -> bool:
@@ -47,7 +49,7 @@ class Compressed(AllReduce):
 
     @property
     def sent_nbytes(self) -> int:
-        return self.inner.sent_nbytes
+        return self.inner.sent_nbytes + self._own_nbytes
 
     @property
     def words(self) -> str:
@@ -88,6 +90,7 @@ class Half(Compressed):
 
     def compress(self, flat: Tensor, key: Key) -> Work:
         half = flat.to(self._dtype)
+        self._own_nbytes += half.nbytes  # `start_for` does not count, and a call would sum in float32
         return ChainedWork(self.inner.start_for(half, None), lambda: flat.copy_(half), (flat, half))
 
 
@@ -212,15 +215,11 @@ class Fp8(WithFeedback):
 
     def __init__(self, inner: AllReduce) -> None:
         super().__init__(inner)
-        self._of_sums, self._own_nbytes = Feedback(), 0
+        self._of_sums = Feedback()
         self._worker = Worker("evener compression fp8")
         made = subgroup(self.group, range(self.world_size), self.timeout_seconds)
         assert made is not None  # all ranks are members
         self._exchanging: dist.ProcessGroup | None = made
-
-    @property
-    def sent_nbytes(self) -> int:
-        return super().sent_nbytes + self._own_nbytes
 
     def compress(self, flat: Tensor, key: Key) -> Work:
         if not flat.is_cuda:
