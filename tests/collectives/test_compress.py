@@ -64,6 +64,18 @@ def infinity_stays_seen() -> None:
             assert tensor.tolist() == pytest.approx([dist.get_world_size()] * 4, rel=0.02)
 
 
+def infinities_are_left_behind() -> None:
+    """More of them than top-k sends, and as many sums as there may be overflows of float16 in a row."""
+    for compression in ("int8", "fp8", "top-k"):
+        with make("shared-memory", timeout_seconds=20, compression=compression) as all_reduce:
+            found = []
+            for value in (torch.inf, torch.nan, -torch.inf, 1.0):
+                tensor = torch.full((1000,), value if dist.get_rank() else 1.0)
+                all_reduce(tensor, "a").wait()
+                found.append(bool(tensor.isfinite().all()))
+            assert found == [False, False, False, True]
+
+
 def sent_nbytes(compression: str) -> int:
     with make("shared-memory", timeout_seconds=20, compression=compression) as all_reduce:
         all_reduce(torch.ones(2560)).wait()
@@ -118,6 +130,10 @@ def test_what_is_no_float_is_summed_exactly(ranks: Any) -> None:
 
 def test_an_infinity_is_not_hidden_and_does_not_stay(ranks: Any) -> None:
     ranks(2).run(infinity_stays_seen)
+
+
+def test_infinities_do_not_stay_in_what_is_sent_later(ranks: Any) -> None:
+    ranks(2).run(infinities_are_left_behind)
 
 
 @pytest.mark.parametrize(

@@ -320,6 +320,7 @@ class TopK(WithFeedback):
         places = chosen.new_zeros(self.world_size, count)
         values[self.rank], places[self.rank] = left[chosen], chosen
         left[chosen] = 0
+        left.nan_to_num_(0, 0, 0)  # not finite: the result is not finite either, keep nothing
         narrow = places.to(torch.int32) if flat.numel() < 2**31 else places
         first = self.inner(narrow)
         second = self.inner(values)
