@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 
 from evener.collectives.missing_ranks import RollCall
+from evener.distributed.restart_count import START
 from evener.distributed.session import Session
 from evener.errors import RankError, RankTimeoutError
 
@@ -32,4 +35,21 @@ def test_who_has_not_signed_is_missing_and_the_report_says_where_it_is(ranks: An
 
 def test_all_that_signed_are_not_missing(ranks: Any) -> None:
     for said in ranks(3).run(explain, "Connection closed by peer", (0, 1, 2)):
+        assert "broke off: a rank that failed at the same time as all others" in said
+
+
+def after_a_replacement() -> str:
+    """What a rank says of an error that both got, if rank 0 has stayed and rank 1 is new."""
+    with Session(device="cpu", timeout_seconds=30) as session:
+        if session.rank == 0:
+            RollCall(dist.group.WORLD)
+        with patch.dict(os.environ, {START: "1"}):
+            roll_call = RollCall(dist.group.WORLD, grace_seconds=0.5)
+        error = roll_call.explain(RuntimeError("Connection closed by peer"))
+        session.control.barrier()
+        return str(error)
+
+
+def test_a_rank_that_stayed_signs_the_list_of_a_new_one(ranks: Any) -> None:
+    for said in ranks(2).run(after_a_replacement):
         assert "broke off: a rank that failed at the same time as all others" in said

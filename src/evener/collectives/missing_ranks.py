@@ -12,12 +12,12 @@ store. A rank that has not signed a moment later was not waiting with the others
 from __future__ import annotations
 
 import time
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed import Store
 
+from evener.distributed.restart_count import next_name
 from evener.distributed.watchdog.peers import absent
 from evener.distributed.watchdog.watchdog import standings
 from evener.errors import EvenerError, RankError, RankTimeoutError
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _DEPARTED = ("closed by peer", "reset by peer", "connection refused", "broken pipe")
-
-
-_made: Counter[str] = Counter()
-"""Number of roll calls made for each group. Each has its own key in the store; all ranks make them in one order."""
 
 
 class RollCall:
@@ -43,8 +39,7 @@ class RollCall:
 
     def __init__(self, group: dist.ProcessGroup, grace_seconds: float = 3.0) -> None:
         self._ranks = dist.get_process_group_ranks(group)
-        _made[group.group_name] += 1
-        self._key = f"evener/roll_call/{group.group_name}/{_made[group.group_name]}"
+        self._key = next_name(f"evener/roll_call/{group.group_name}")  # all ranks make them in one order
         self._grace_seconds = grace_seconds
 
     def explain(self, error: RuntimeError) -> EvenerError:
