@@ -330,9 +330,9 @@ class AllReduce(ABC):
         if is_half(tensor) and not self.adds_halves_in_float32:
             wide = tensor.float().contiguous()
             return ChainedWork(self.start_for(wide, key), lambda: tensor.copy_(wide), (tensor, wide))
-        if tensor.is_contiguous() and not tensor.is_conj():
+        if _is_plain(tensor):
             return self.start_lasting(tensor, key) if lasting else self.start_for(tensor, key)
-        flat = tensor.contiguous().resolve_conj()
+        flat = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         return ChainedWork(self.start_for(flat, key), lambda: tensor.copy_(flat), (tensor, flat))
 
     def _start_sparse(self, tensor: Tensor) -> Work:
@@ -383,6 +383,13 @@ class AllReduce(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Returns True if the elements lie in memory one after the other, as they are. A single element counts as
+    contiguous with any stride, with which it cannot be viewed as bytes."""
+    follows = tensor.is_contiguous() and tensor.stride()[-1:] in ((1,), ())
+    return follows and not tensor.is_conj() and not tensor.is_neg()
 
 
 def start_native(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -314,6 +314,7 @@ def _fails_on_odd_tensors(trial: AllReduceTrial) -> str | None:
     ranks, device = float(trial.world_size), device_of(trial.group)
     matrix, every_other = torch.ones(6, 5, device=device), torch.ones(10, device=device)
     parameter, scalar = torch.ones(3, device=device, requires_grad=True), torch.tensor(2.0, device=device)
+    negated = torch.tensor([1j], device=device).conj().imag  # -1, as a view that negates what is stored
     place = torch.tensor([[trial.rank]], device=device)
     sparse = torch.sparse_coo_tensor(
         place, torch.ones(1, device=device), (trial.world_size,), check_invariants=True
@@ -323,6 +324,7 @@ def _fails_on_odd_tensors(trial: AllReduceTrial) -> str | None:
     all_reduce(every_other[::2]).future().wait()
     all_reduce(parameter).wait()
     all_reduce(scalar).wait()
+    all_reduce(negated).wait()
     all_reduce(sparse).wait()
     if not all_reduce.exact:
         return None
@@ -332,6 +334,7 @@ def _fails_on_odd_tensors(trial: AllReduceTrial) -> str | None:
         or difference(every_other, interleaved, "every other element")
         or difference(parameter.detach(), torch.full((3,), ranks, device=device), "a parameter")
         or difference(scalar, torch.tensor(2.0 * ranks, device=device), "a tensor without dimensions")
+        or difference(negated, torch.full((1,), -ranks, device=device), "a negated view")
         or difference(
             sparse.to_dense(), torch.ones(trial.world_size, device=device), "a sparse tensor, made dense"
         )
