@@ -183,6 +183,13 @@ def test_nothing_and_everything_can_be_dropped(p: float) -> None:
         assert torch.equal(Dropout(p)(torch.ones(2, 9)), torch.full((2, 9), 1 - p))
 
 
+@pytest.mark.parametrize("p", [1e-9, 1 - 1e-9])
+def test_a_rate_next_to_nothing_or_everything_is_rounded_to_neither(p: float) -> None:
+    with scope(torch.arange(2), 0, 0):
+        scales = Dropout(p)(torch.ones(2, 200_000)).unique()
+    assert torch.equal(scales, torch.tensor([0.0, 65536 / 65535 if p < 0.5 else 65536]))
+
+
 def test_gradients_pass_where_values_do_and_inplace_writes_over_the_input() -> None:
     samples, x = torch.arange(6), torch.randn(6, 7, requires_grad=True)
     with scope(samples, 0, 0):

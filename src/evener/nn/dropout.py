@@ -49,7 +49,8 @@ class Dropout(nn.Dropout):
     after the samples. Outside of the training step, and in evaluation, this is ``nn.Dropout``.
 
     Args:
-        p: Probability that an element is zeroed, rounded to a multiple of 2⁻¹⁶ (to at least 2⁻¹⁶, unless it is 0).
+        p: Probability that an element is zeroed, rounded to a multiple of 2⁻¹⁶ (to neither 0 nor 1, unless it is one of
+            them).
         inplace: Writes the result over the input.
         batch_dim: The dimension of the samples.
     """
@@ -246,7 +247,7 @@ def _factor(
     if not rows:
         return rows_first.new_ones(tuple(shape))
     layer_key = _hash64(f"{caller if named else f'#{scope.order(caller)}'}/{scope.call(caller)}")
-    threshold = max(1, round(p * 65536))
+    threshold = min(max(1, round(p * 65536)), 65535)
     keys = _keys(scope, layer_key, rows_first.device)
     divided = None if by_channel else sequence
     runs = _elements(shape, samples, divided, str(caller) if named else "")
