@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from evener.collectives.base import PieceKey, key_of
-from evener.collectives.compress import Feedback, Int8, TopK, decode, encode
+from evener.collectives.compress import Compressed, Feedback, Int8, TopK, decode, encode
 from evener.collectives.registry import COMPRESSIONS, check_compression, make
 from evener.collectives.shared_memory import multi_host as two_level_module
-from evener.collectives.shared_memory.all_reduce import SharedMemory
+from evener.collectives.shared_memory.all_reduce import SharedMemory, shared_nbytes
 from evener.errors import ConfigurationError
 from tests.tiers import ALWAYS, NIGHTLY, crossed
 
@@ -82,6 +82,15 @@ def sent_nbytes(compression: str) -> int:
         return all_reduce.sent_nbytes
 
 
+def held_nbytes(compression: str) -> int:
+    """What an all-reduce holds for a tensor of 2560 elements, beside what the inner one holds."""
+    with make("shared-memory", timeout_seconds=20, compression=compression) as all_reduce:
+        assert isinstance(all_reduce, Compressed)
+        for _ in range(2):
+            all_reduce(torch.ones(2560), "a").wait()
+        return all_reduce.held_nbytes - all_reduce.inner.held_nbytes
+
+
 def sends_the_largest() -> list[float]:
     with TopK(SharedMemory(timeout_seconds=20), ratio=0.25) as all_reduce:
         tensor = torch.tensor([0.0, 5.0, 1.0, 0.0] if dist.get_rank() else [3.0, 0.0, -1.0, 2.0])
@@ -148,6 +157,14 @@ def test_infinities_do_not_stay_in_what_is_sent_later(ranks: Any) -> None:
 )
 def test_the_bytes_that_are_sent_are_counted(ranks: Any, compression: str, nbytes: int) -> None:
     assert ranks(2).run(sent_nbytes, compression) == [nbytes] * 2
+
+
+@pytest.mark.parametrize(
+    ("compression", "nbytes"),
+    [("bf16", 0), ("int8", 4 * 2560), ("fp8", 4 * (2560 + 1280)), ("top-k", 4 * 2560)],
+)
+def test_what_is_kept_to_be_sent_later_is_held(ranks: Any, compression: str, nbytes: int) -> None:
+    assert ranks(2).run(held_nbytes, compression) == [nbytes] * 2
 
 
 def test_top_k_sends_each_rank_s_largest(ranks: Any) -> None:
@@ -269,6 +286,8 @@ def between_hosts(compression: str, hosts: tuple[tuple[int, ...], ...]) -> tuple
                 all_reduce(tensor, "a").wait()
                 results.append(tensor)
             words, exact = all_reduce.words, all_reduce.exact
+            kept = all_reduce.held_nbytes > shared_nbytes(2) * 2
+            assert kept == (len(hosts) > 1 and dist.get_rank() in [host[0] for host in hosts])
     scale = expected.abs().max()
     mean = torch.stack(results).double().mean(0)
     errors = [float((each - expected).abs().max() / scale) for each in (results[0], mean)]

@@ -52,6 +52,10 @@ class Compressed(AllReduce):
         return self.inner.sent_nbytes + self._own_nbytes
 
     @property
+    def held_nbytes(self) -> int:  # type: ignore[override]
+        return self.inner.held_nbytes
+
+    @property
     def words(self) -> str:
         return f"{self.inner.words}, compressed: {self.name}"
 
@@ -103,6 +107,11 @@ class Feedback:
     def __len__(self) -> int:
         return len(self._left)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all residuals."""
+        return sum(left.nbytes for left in tuple(self._left.values()))  # a thread may add one meanwhile
+
     def residual(self, flat: Tensor, key: Key) -> Tensor:
         """Returns the residual of the tensor, to be changed in place; zeros like ``flat`` if there is none."""
         if key is None:
@@ -148,6 +157,10 @@ class WithFeedback(Compressed):
     @property
     def remembers(self) -> bool:
         return True
+
+    @property
+    def held_nbytes(self) -> int:  # type: ignore[override]
+        return super().held_nbytes + self.feedback.nbytes
 
 
 class Int8(WithFeedback):
@@ -220,6 +233,10 @@ class Fp8(WithFeedback):
         made = subgroup(self.group, range(self.world_size), self.timeout_seconds)
         assert made is not None  # all ranks are members
         self._exchanging: dist.ProcessGroup | None = made
+
+    @property
+    def held_nbytes(self) -> int:  # type: ignore[override]
+        return super().held_nbytes + self._of_sums.nbytes
 
     def compress(self, flat: Tensor, key: Key) -> Work:
         if not flat.is_cuda:

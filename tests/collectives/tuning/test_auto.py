@@ -101,6 +101,7 @@ def words_of_auto() -> list[str]:
         patch.setattr(auto_module, "SIZES", (512, 1024, 65536, 1 << 20, 1 << 24))
         with Fastest(both(), COSTS) as auto:
             found = [auto.words]
+            assert auto.held_nbytes == auto.fastest_for(1).held_nbytes > 0  # native holds nothing
             auto.note = "without two-level: no"
             found.append(auto.words)
         slow = dataclasses.replace(COSTS, samples=COSTS.samples[:2])

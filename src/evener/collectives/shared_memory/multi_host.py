@@ -98,11 +98,14 @@ class TwoLevel(AllReduce):
         super().__init__(group, timeout_seconds)
         self._inner, self._between, self._facts = inner, between, facts
         self.note = _note(facts)
-        self.held_nbytes = inner.held_nbytes
         self._worker = Worker("evener all-reduce two-level")
         self._streams = Streams()
         self._owned = owned
         owned.callback(self._worker.close)
+
+    @property
+    def held_nbytes(self) -> int:  # type: ignore[override]
+        return self._inner.held_nbytes + (self._between.held_nbytes if self._between else 0)
 
     @property
     def exact(self) -> bool:

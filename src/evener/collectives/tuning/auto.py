@@ -50,6 +50,10 @@ class Fastest(AllReduce):
         return any(each.remembers for each in self._all_reduces.values())
 
     @property
+    def held_nbytes(self) -> int:  # type: ignore[override]
+        return sum(each.held_nbytes for each in self._all_reduces.values())
+
+    @property
     def waits(self) -> bool:  # type: ignore[override]
         return any(each.waits for each in self._all_reduces.values())
 
