@@ -35,6 +35,7 @@ CASES = [
     (scores(2, CLASSES, 3, 4), targets(2, 3, 4)),
     (scores(CLASSES), targets()),
     (scores(9, CLASSES) * 100, targets(9)),
+    (scores(9, CLASSES), targets(9).to(torch.uint8)),
 ]
 Loss = Callable[..., Tensor]
 
@@ -98,6 +99,8 @@ def wrong() -> tuple[str, str, float, str, str]:
             vocabulary_parallel_cross_entropy(part, targets(4), group)
         with pytest.raises(ConfigurationError) as another:
             vocabulary_parallel_cross_entropy(part, targets(4), group, [2, 2])
+        with pytest.raises(ConfigurationError, match=r"\[3, 0\] leave a rank without a class"):
+            vocabulary_parallel_cross_entropy(part, targets(4), group, [3, 0])
         strange = vocabulary_parallel_cross_entropy(part, torch.tensor([0, 1, 2, 6]), group, [3, 3])
         loss = VocabularyParallelCrossEntropy()
         loss.divide(LengthDivision(group, (range(2), range(2, 4)), group.rank()))

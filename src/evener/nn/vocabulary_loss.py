@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from evener.core.losses.sums import Loss
 from evener.core.losses.type_checks import check_outputs, check_targets
-from evener.errors import LossError
+from evener.errors import ConfigurationError, LossError
 from evener.nn.checks import check_own_length, dimension, lengths_of, several
 from evener.nn.collectives_no_grad import largest, summed
 from evener.nn.tensor_parallel import LengthDivision
@@ -51,7 +51,7 @@ def vocabulary_parallel_cross_entropy(
         scores: The scores of this rank's classes: (N, own), (N, own, d1, ...), or (own) for a single row.
         targets: Class numbers among all classes: (N), (N, d1, ...) or (); the same on all ranks.
         group: The ranks; None for this rank alone.
-        sizes: The number of classes of each rank; required for a group of several ranks.
+        sizes: The number of classes of each rank, at least 1; required for a group of several ranks.
         ignore_index: The target value of terms that do not count.
         label_smoothing: As in PyTorch.
         reduction: As in PyTorch.
@@ -64,6 +64,10 @@ def vocabulary_parallel_cross_entropy(
         whole: Tensor = F.cross_entropy(scores, targets, reduction=reduction, **options)
         return whole
     lengths = lengths_of("vocabulary_parallel_cross_entropy", sizes or [], ranks)
+    if 0 in lengths:
+        raise ConfigurationError(
+            f"vocabulary_parallel_cross_entropy: {lengths} leave a rank without a class; give each at least one"
+        )
     dim = dimension("vocabulary_parallel_cross_entropy", scores, min(1, scores.dim() - 1))
     check_own_length("vocabulary_parallel_cross_entropy", scores, dim, lengths[ranks.rank()])
     terms: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -89,7 +93,7 @@ class _CrossEntropy(torch.autograd.Function):
         smoothing: float,
     ) -> Tensor:
         start, own = sum(sizes[: group.rank()]), scores.shape[-1]
-        kept, local = targets != ignored, targets - start
+        kept, local = targets != ignored, targets.long() - start  # PyTorch's takes uint8, too
         here = kept & (local >= 0) & (local < own)
         place = local.masked_fill(~here, 0)[..., None]
         shifted = scores - largest(scores.amax(-1), group)[..., None]
