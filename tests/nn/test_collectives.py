@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -326,6 +327,34 @@ def test_any_type_and_numbers_without_gradients(ranks: Any, dtype: torch.dtype) 
 
 
 # What the host does
+
+
+def small_beside_large(dtype: torch.dtype) -> list[float]:
+    """A sum of 2 / eps, 1 and 1, in which ones are lost if each addition is rounded to ``dtype``."""
+    group, large = dist.group.WORLD, 2.0 / torch.finfo(dtype).eps
+    own = torch.tensor([large if dist.get_rank() == 1 else 1.0], dtype=dtype)
+    x = torch.zeros(1, dtype=dtype, requires_grad=True)
+    broadcast(x, group).backward(own)
+    assert x.grad is not None
+    sums = [all_reduce(own, group), all_gather(reduce_scatter(own, group), group), broadcast(x.grad, group)]
+    return [float(each) - large for each in sums]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_are_added_in_float32(ranks: Any, dtype: torch.dtype) -> None:
+    for found in ranks(3).run(small_beside_large, dtype):
+        assert found == [2.0] * 3
+
+
+def keeps_its_argument() -> bool:
+    x = numbers(0, 4).requires_grad_() * 2
+    kept, y = weakref.ref(x), shift(x, dist.group.WORLD)
+    del x
+    return y.requires_grad and kept() is not None
+
+
+def test_shift_keeps_no_tensor_for_backward(ranks: Any) -> None:
+    assert ranks(2).run(keeps_its_argument) == [False] * 2
 
 
 def standing_still() -> tuple[float, float]:

@@ -271,10 +271,11 @@ def shift(x: Tensor, group: ProcessGroup | None, by: int = 1, shape: Sequence[in
         return x.clone()
     if shape is None:
         shape = described("shift", x, ranks)[(ranks.rank() - by) % ranks.size()].shape
+    own = x.shape
     return mapped(
         x,
         lambda x: messages.shifted(x, by, shape, ranks),
-        lambda dy: messages.shifted(dy, -by, x.shape, ranks),
+        lambda dy: messages.shifted(dy, -by, own, ranks),
     )
 
 

@@ -129,10 +129,11 @@ def copied(x: Tensor, source: int, group: ProcessGroup) -> Tensor:
 
 
 def summed_at(x: Tensor, target: int, group: ProcessGroup) -> Tensor:
-    """Returns the sum over the ranks on rank ``target`` of the group, and zeros on the others."""
+    """Returns the sum over the ranks on rank ``target`` of the group, and zeros on the others; float16 and bfloat16 are
+    added in float32."""
     moved = _sent(x, group)
     with _wait("reduce"):
-        dist.reduce(moved, group=group, group_dst=target)
+        added_in_float32(moved, lambda wide: dist.reduce(wide, group=group, group_dst=target))
     return moved.to(x.device) if group.rank() == target else torch.zeros_like(x)
 
 
