@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from evener.data.collate import collate_pairs, collate_with
 from evener.errors import DataError
@@ -83,6 +84,8 @@ def test_a_mapping_without_labels_is_no_batch() -> None:
 def test_a_data_set_that_gives_too_few_items_is_named() -> None:
     with pytest.raises(DataError, match="gave 1 items for 2 samples"):
         collate_pairs([(1, 2)], [3, 17], "training set")
+    with pytest.raises(DataError, match="gave 1 items for 2 samples"):
+        collate_with(default_collate, [(1, 2)], [3, 17], "training set")
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,9 @@ def collate_pairs(items: list[Any], samples: Sequence[int], name: str) -> tuple[
         name: The name of the data set in the error message, such as "training set".
 
     Raises:
-        DataError: If an item is not a pair, or the items do not stack.
+        DataError: If there is not one item for each sample, an item is not a pair, or the items do not stack.
     """
-    if len(items) != len(samples):
-        raise DataError(f"the {name} gave {len(items)} items for {len(samples)} samples; give one for each")
+    _check_number(items, samples, name)
     pairs = [pair_of(item) for item in items]
     for place, (item, pair) in enumerate(zip(items, pairs, strict=True)):
         if pair is None:
@@ -58,8 +57,9 @@ def collate_with(function: Collate, items: list[Any], samples: Sequence[int], na
     """Collates ``items`` with the user's ``function``.
 
     Raises:
-        DataError: If the result is neither a pair nor a mapping with labels.
+        DataError: If there is not one item for each sample, or the result is neither a pair nor a mapping with labels.
     """
+    _check_number(items, samples, name)
     result = function(items)
     pair = pair_of(result)
     if pair is None:
@@ -68,6 +68,12 @@ def collate_with(function: Collate, items: list[Any], samples: Sequence[int], na
             "not a pair (inputs, targets); let it return (inputs, targets), or a dict with 'labels'"
         )
     return pair
+
+
+def _check_number(items: Sequence[Any], samples: Sequence[int], name: str) -> None:
+    """Raises DataError if a data set's ``__getitems__`` has left out samples, which nobody would compute."""
+    if len(items) != len(samples):
+        raise DataError(f"the {name} gave {len(items)} items for {len(samples)} samples; give one for each")
 
 
 def pair_of(item: Any) -> tuple[Any, Any] | None:
