@@ -23,9 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from evener.collectives.executor.subgroup import subgroup
+from evener.collectives.executor.subgroup import owned_subgroup
 from evener.collectives.executor.worker import Worker
-from evener.distributed.hosts import destroy
 from evener.distributed.watchdog.watchdog import Watchdog
 
 MOST_ROWS = 64
@@ -70,8 +69,9 @@ class Levels:
         members = range(first, min(first + length, world_size))
         self._watchdog = watchdog
         with ExitStack() as owned:
-            self._block = _owned(owned, group, members, timeout_seconds)
-            self._firsts = _owned(owned, group, range(0, world_size, length), timeout_seconds)
+            self._block = owned_subgroup(owned, group, members, timeout_seconds, "gloo")
+            firsts = range(0, world_size, length)
+            self._firsts = owned_subgroup(owned, group, firsts, timeout_seconds, "gloo")
             self._worker = Worker("evener sums")
             owned.callback(self._worker.close)
             self._owned = owned.pop_all()
@@ -103,15 +103,6 @@ class _OnTheWay:
         with self._watchdog.wait("control exchange"):
             numbers = self._future.wait().tolist()
         return numbers[: self._added], numbers[self._added :]
-
-
-def _owned(
-    owned: ExitStack, group: dist.ProcessGroup, members: Sequence[int], timeout_seconds: float
-) -> dist.ProcessGroup | None:
-    made = subgroup(group, members, timeout_seconds, "gloo")
-    if made is not None:
-        owned.callback(destroy, made)
-    return made
 
 
 def _to_the_first(row: Tensor, added: int, group: dist.ProcessGroup) -> None:

@@ -24,13 +24,20 @@ import warnings
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from evener.errors import ConfigurationError
 from evener.hardware.async_read import is_late
-from evener.nn.batch_norm_kernels import Channels, Given, heavy, light, moments, wide
+from evener.nn.batch_norm_kernels import (
+    Channels,
+    Given,
+    by_running_statistics,
+    heavy,
+    light,
+    moments,
+    wide,
+)
 from evener.nn.batch_norm_peers import PeerRanks, Peers
 from evener.nn.collectives import mapped
 from evener.nn.context import current
@@ -65,20 +72,11 @@ class BatchNorm(AnyBatchNorm):
         group = self._ranks.value
         of_batch = self.training or self.running_mean is None
         if not self.is_exact and of_batch and _is_placeholder():
-            return self._by_what_is_known(input)
+            return by_running_statistics(self, input)
         if group is None or group.size() == 1 or not of_batch:
             return AnyBatchNorm.forward(self, input)
         output: Tensor = self._over_ranks(input, group)
         return output
-
-    def _by_what_is_known(self, input: Tensor) -> Tensor:
-        """Normalizes a placeholder by the running statistics, as in evaluation, and does not update them. A placeholder
-        may have a single value per channel, for which batch statistics do not exist."""
-        mean, variance = self.running_mean, self.running_var
-        if mean is None or variance is None:
-            mean = input.new_zeros(input.shape[1], dtype=wide(input.dtype))
-            variance = torch.ones_like(mean)
-        return F.batch_norm(input, mean, variance, self.weight, self.bias, False, 0.0, self.eps)
 
     @outside_of_graphs  # a graph cannot wait for other ranks
     def _over_ranks(self, input: Tensor, group: Peers) -> Tensor:

@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evener.torch_internals.modules import AnyBatchNorm
+
 _PIECE_NBYTES = 2**20
 _SHORT = 256
 """Up to this many contiguous values per sample and channel, torch's sums are slow."""
@@ -68,6 +70,19 @@ def moments(x: Tensor) -> tuple[Channels, Channels]:
     difference, square = (_added(parts) for parts in zip(*found, strict=True))
     beyond = difference / n
     return light(near.double()) + beyond, square - beyond * difference
+
+
+def by_running_statistics(norm: AnyBatchNorm, x: Tensor) -> Tensor:
+    """Normalizes by the running statistics of ``norm``, as in evaluation, and does not update them. Without running
+    statistics, mean and variance count as 0 and 1.
+
+    It is for placeholders, which may have a single value per channel, for which batch statistics do not exist.
+    """
+    mean, variance = norm.running_mean, norm.running_var
+    if mean is None or variance is None:
+        mean = x.new_zeros(x.shape[1], dtype=wide(x.dtype))
+        variance = torch.ones_like(mean)
+    return F.batch_norm(x, mean, variance, norm.weight, norm.bias, False, 0.0, norm.eps)
 
 
 def _sums(piece: Tensor, others: list[int]) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evener.errors import TaskError
-from evener.nn.batch_norm_kernels import wide
+from evener.nn.batch_norm_kernels import by_running_statistics
 from evener.nn.context import current
 from evener.nn.recompute_guard import once
 from evener.torch_internals.modules import AnyBatchNorm
@@ -48,7 +48,7 @@ class GrainNorm(AnyBatchNorm):
             return AnyBatchNorm.forward(self, input)
         scope = current()
         if scope is not None and not scope.weight:
-            return self._by_running(input)  # a placeholder may have a single value in a channel
+            return by_running_statistics(self, input)
         elements = input.numel() // max(1, input.shape[1])
         if elements == 1:
             raise TaskError(
@@ -67,14 +67,6 @@ class GrainNorm(AnyBatchNorm):
     def _keep(self, elements: int, mean: Tensor, variance: Tensor) -> None:
         moments = torch.stack([mean, variance]).double().flatten() * elements
         self.terms.append(torch.cat([moments.new_full((1,), elements), moments]))
-
-    def _by_running(self, input: Tensor) -> Tensor:
-        """Normalizes by the running statistics, as in evaluation."""
-        mean, variance = self.running_mean, self.running_var
-        if mean is None or variance is None:
-            mean = input.new_zeros(input.shape[1], dtype=wide(input.dtype))
-            variance = torch.ones_like(mean)
-        return F.batch_norm(input, mean, variance, self.weight, self.bias, False, 0.0, self.eps)
 
     @torch.no_grad()
     def follow(self, summed: Tensor) -> None:

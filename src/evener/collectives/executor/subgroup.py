@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from evener.distributed.hosts import all_gather
+from evener.distributed.hosts import all_gather, destroy
 from evener.torch_internals.process_groups import named_group
 
 
@@ -36,4 +37,18 @@ def subgroup(
     all_gather(
         None, parent
     )  # a rank that destroyed its group at once would disconnect ranks that still connect to it
+    return made
+
+
+def owned_subgroup(
+    owner: ExitStack,
+    parent: dist.ProcessGroup,
+    members: Sequence[int],
+    timeout_seconds: float,
+    backend: str | None = None,
+) -> dist.ProcessGroup | None:
+    """Does the same as :func:`subgroup`, and destroys the group when ``owner`` is closed."""
+    made = subgroup(parent, members, timeout_seconds, backend)
+    if made is not None:
+        owner.callback(destroy, made)
     return made

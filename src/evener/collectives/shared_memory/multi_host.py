@@ -27,10 +27,10 @@ from torch.futures import Future
 
 from evener.collectives.base import AllReduce, Key, PieceKey, Promised, Work
 from evener.collectives.executor.streams import Streams
-from evener.collectives.executor.subgroup import subgroup
+from evener.collectives.executor.subgroup import owned_subgroup
 from evener.collectives.executor.worker import Worker
 from evener.core.config.time_limit import TIMEOUT_SECONDS
-from evener.distributed.hosts import all_gather, destroy, hosts_of
+from evener.distributed.hosts import all_gather, hosts_of
 from evener.errors import ConfigurationError
 
 PART_NBYTES = 4 * 1024 * 1024
@@ -204,11 +204,11 @@ def two_level(
     host = next(host for host in hosts if rank in host)
     longer = 1.25 * timeout_seconds + 5
     with ExitStack() as owned:
-        inside = _owned_subgroup(owned, whole, host, longer, inner_backend)
+        inside = owned_subgroup(owned, whole, host, longer, inner_backend)
         assert inside is not None
         inner = owned.enter_context(_made_everywhere(make_inner, inside, whole, longer))
         firsts = sorted(host[_LEADER] for host in hosts)
-        leaders = _owned_subgroup(owned, whole, firsts, timeout_seconds, "gloo")
+        leaders = owned_subgroup(owned, whole, firsts, timeout_seconds, "gloo")
         between = None
         if leaders is not None and len(hosts) > 1:
             between = owned.enter_context(make_between(leaders, timeout_seconds))
@@ -225,19 +225,6 @@ def _note(facts: Sequence[SharedFacts]) -> str:
         count = inside.count(kind)
         notes.append(f"inside {'all' if count == len(inside) else f'{count} of {len(inside)}'} {kind}")
     return ", ".join(notes)
-
-
-def _owned_subgroup(
-    owned: ExitStack,
-    whole: dist.ProcessGroup,
-    members: Sequence[int],
-    timeout_seconds: float,
-    backend: str | None = None,
-) -> dist.ProcessGroup | None:
-    made = subgroup(whole, members, timeout_seconds, backend)
-    if made is not None:
-        owned.callback(destroy, made)
-    return made
 
 
 def _made_everywhere(

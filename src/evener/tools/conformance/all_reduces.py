@@ -23,14 +23,14 @@ from torch import Tensor
 
 from evener.checkpoint import weights_digest
 from evener.collectives.base import AllReduce
-from evener.collectives.executor.subgroup import subgroup
+from evener.collectives.executor.subgroup import owned_subgroup
 from evener.collectives.missing_ranks import RollCall
 from evener.collectives.registry import find, make_own
 from evener.collectives.shared_memory.multi_host import MakeAllReduce
 from evener.collectives.tuning.bench import sent_between
 from evener.collectives.tuning.measure import device_of
 from evener.core.half_precision import HALVES
-from evener.distributed.hosts import all_gather, destroy
+from evener.distributed.hosts import all_gather
 from evener.distributed.launch.launch import launch
 from evener.distributed.session import Session
 from evener.distributed.watchdog.watchdog import BACKSTOP_SECONDS
@@ -189,9 +189,8 @@ def _check(
 
 
 def _group_of_all(stack: ExitStack, parent: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup:
-    group = subgroup(parent, range(dist.get_world_size(parent)), timeout_seconds)
+    group = owned_subgroup(stack, parent, range(dist.get_world_size(parent)), timeout_seconds)
     assert group is not None
-    stack.callback(destroy, group)
     return group
 
 
@@ -353,9 +352,8 @@ def _cannot_close_twice(trial: AllReduceTrial) -> str | None:
 
 
 def _fails_alone(trial: AllReduceTrial) -> str | None:
-    alone = subgroup(trial.table, [trial.rank], trial.timeout_seconds)
+    alone = owned_subgroup(trial.kept, trial.table, [trial.rank], trial.timeout_seconds)
     assert alone is not None
-    trial.kept.callback(destroy, alone)
     all_reduce = trial.opened(alone)
     tensor = trial.term(torch.float32, 1000)
     work = all_reduce(tensor)
