@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from evener.distributed.failure import Failure
 from evener.distributed.launch.launch import launch
 from evener.distributed.launch.process_count import Headcount, dead
 from evener.distributed.launch.rendezvous import Rendezvous
+from evener.distributed.session import RUN_DIR
+from evener.errors import RankError
 from tests.distributed.processes import call
 
 
@@ -92,3 +96,27 @@ def test_results_are_those_of_the_last_start(capfd: pytest.CaptureFixture[str], 
     )
     assert found == [(0, 2), (1, 2)]
     assert "restart 1 of 1, with 2 ranks" in capfd.readouterr().err
+
+
+def result_then_exit() -> str:
+    here = detect()
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        return "of the last start" if here.rank else sys.exit(0)
+    written = Path(os.environ[RUN_DIR]) / "result-0"
+    while here.rank == 1 and not written.exists():
+        time.sleep(0.05)
+    if here.rank == 1:
+        raise ValueError("for a second start")
+    return "of the first start"
+
+
+@pytest.mark.slow
+def test_a_result_of_an_earlier_start_is_not_that_of_the_last() -> None:
+    with pytest.raises(RankError, match="ended with status 0 before its function returned"):
+        call(
+            launch,
+            result_then_exit,
+            processes=Headcount((2, 2)),
+            rendezvous=Rendezvous(max_restarts=1),
+            device="cpu",
+        )

@@ -94,6 +94,7 @@ def main(run_dir: str) -> None:
     environment = detect()
     record_crash(Path(run_dir) / f"crash-{environment.rank}")
     enforce(_record_interruption)
+    (Path(run_dir) / f"result-{environment.local_rank}").unlink(missing_ok=True)  # of an earlier start
     status, works_on = 1, False
     try:
         job = job_in(Path(run_dir))
