@@ -526,6 +526,29 @@ def test_calls_of_an_autograd_function_are_seen(call: Any, function: Any) -> Non
     assert x.grad.tolist() == [6.0, 6.0]
 
 
+def test_gradients_of_the_caller_are_known_in_a_function() -> None:
+    seen: list[bool] = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            assert not torch.is_grad_enabled()
+            seen.append(mode.is_on())
+            with torch.no_grad():
+                return x * 1
+
+    x = torch.ones(2, requires_grad=True)
+    with borrowed("autograd") as names, names.GradientMode() as mode:
+        Asks.apply(x)
+        with torch.no_grad():
+            Asks.apply(x)
+        with torch.inference_mode():
+            Asks.apply(x)
+        _ = x * 1  # what the last function turned off is known to be on again
+        Asks.apply(x)
+    assert seen == [True, False, False, True]
+
+
 def test_what_was_compiled_is_counted() -> None:
     with borrowed("compiling") as names:
         before = names.compiled_so_far()

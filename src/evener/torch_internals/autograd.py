@@ -22,6 +22,9 @@
   if that is not the one of ``_SingleLevelFunction``. Outputs of ``forward`` that are no tensors are returned unchanged.
 - ``torch._C._functorch.peek_interpreter_stack`` tells whether a transform of ``torch.func`` is under way, in which
   tensors have no memory of their own and new ones are wrapped too. There is no public way.
+- ``torch._C._set_grad_enabled`` is what ``torch.no_grad`` and ``torch.enable_grad`` call. ``apply`` of an
+  ``autograd.Function`` turns gradients off in C++ while ``forward`` runs, so that ``torch.is_grad_enabled()`` does not
+  tell there whether the caller has them. A mode for functions sees the one and not the other.
 - ``torch.distributed.pipelining._backward`` splits backward into the part for a stage's inputs and the part for its
   weights, which zero-bubble schedules need. The public way is the runtime of a whole schedule, which needs
   micro-batches of one shape. The module is imported at the first backward, because importing torch's compiler with it
@@ -44,6 +47,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, _SingleLevelFunction
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.autograd.variable import Variable
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 T = TypeVar("T", bound=Tensor)
@@ -202,6 +206,28 @@ def applied(record: Record) -> Iterator[None]:
             for name, replacement in functions.items():
                 replaced.enter_context(mock.patch.object(kind, name, staticmethod(replacement)))
         yield
+
+
+class GradientMode(TorchFunctionMode):
+    """Tells inside its block whether gradients are on, also in the ``forward`` of an ``autograd.Function``, where it
+    tells whether they are on for the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._on = torch.is_grad_enabled()
+
+    def is_on(self) -> bool:
+        """Returns True if the code that is running, or has called the function that is running, has gradients on."""
+        return self._on and not torch.is_inference_mode_enabled()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch._C._set_grad_enabled:
+            self._on = bool(args[0])
+        elif torch.is_grad_enabled():
+            self._on = True  # a function that was left may have turned them off
+        return func(*args, **(kwargs or {}))
 
 
 def _all_below(kind: type[Function]) -> list[type[Function]]:

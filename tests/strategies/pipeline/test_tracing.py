@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from evener.strategies.pipeline.stage_code import function_of
+from evener.strategies.pipeline.stages import Stages
 from evener.strategies.pipeline.tracing import read_both
 
 
@@ -55,11 +59,33 @@ def test_a_function_with_a_backward_of_its_own_keeps_it(kind: type[ByName]) -> N
     graph = read_both(model, {"x": x}, ())[True]
     assert [node.name for node in graph.nodes if node.op == "call_function"] == ["reversed_1"]
     gradients = []
-    for run in (model, fx.GraphModule(model, graph)):
+    for run in (model, fx.GraphModule(model, graph), partial(one_stage(model, x), model)):
         model.zero_grad()
         run(x).square().sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
-    for plain, read in zip(*gradients, strict=True):
+    for plain, *others in zip(*gradients, strict=True):
         assert plain is not None
-        assert read is not None
-        assert torch.equal(plain, read)
+        for read in others:
+            assert read is not None
+            assert torch.equal(plain, read)
+
+
+def one_stage(model: nn.Module, x: Tensor) -> Callable[..., Any]:
+    """All of the model as a stage runs it."""
+    stages = Stages(model, "", 1, {"x": x})
+    return function_of(
+        stages.stage(0, True), [node for node in stages.graph(True).nodes if node.op == "placeholder"]
+    )
+
+
+class Without(ByName):
+    def between(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = reverse(x, 0.5)
+        return found
+
+
+def test_a_function_without_gradients_stays_so() -> None:
+    model, x = Without(), torch.randn(4, 3)
+    one_stage(model, x)(model, x).sum().backward()
+    assert [parameter.grad is None for parameter in model.parameters()] == [True, True, False, False]

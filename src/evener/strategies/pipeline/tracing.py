@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from unittest import mock
 
@@ -32,7 +32,7 @@ from torch import fx, nn
 from evener.components.modes import modes_kept
 from evener.errors import TaskError
 from evener.strategies.pipeline.side_effects import OnlyProxies, nothing_changed, nothing_drawn, places_of
-from evener.torch_internals.autograd import applied
+from evener.torch_internals.autograd import GradientMode, applied
 
 Arguments = Mapping[str, Any]
 """Arguments of ``forward``, by parameter name."""
@@ -75,8 +75,9 @@ def _read(model: nn.Module, arguments: Arguments | None, named: Sequence[str]) -
         reader = _Reader(opened)
         try:
             with (
+                GradientMode() as gradients,
                 _makers_recorded(),
-                applied(_recorded_function),
+                applied(partial(_recorded_function, gradients)),
                 nothing_drawn(model),
                 nothing_changed(model, opened, tensors=True),
                 OnlyProxies(places_of((*model.named_parameters(), *model.named_buffers()))),
@@ -213,15 +214,21 @@ def _recorded(maker: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _recorded_function(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
+def _recorded_function(
+    gradients: GradientMode, function: type[torch.autograd.Function], args: tuple[Any, ...]
+) -> Any:
     """Records a custom autograd function as one call, whatever its forward does; returns None without proxies."""
     proxies = _stand_ins(args)
+    if not proxies:
+        return None
 
     def call(*args: Any) -> Any:
         return function.apply(*args)  # type: ignore[no-untyped-call]
 
     call.__name__ = call.__qualname__ = function.__name__
-    return proxies[0].tracer.create_proxy("call_function", call, args, {}) if proxies else None
+    found = proxies[0].tracer.create_proxy("call_function", call, args, {})
+    found.node.meta[WITHOUT_GRADIENTS] = not gradients.is_on()
+    return found
 
 
 def _stand_ins(arguments: Any) -> list[fx.Proxy]:
