@@ -163,6 +163,26 @@ def test_both_parts_of_backward_give_weights_their_own_gradients() -> None:
         torch.testing.assert_close(two_parts(names, whole=False), two_parts(names, whole=True))
 
 
+def without_inputs(names: Any, whole: bool) -> list[Any]:
+    """Gradients of the input, of a weight whose result depends on it, and of two whose result does not."""
+    torch.manual_seed(0)
+    given = torch.randn(1, 3, requires_grad=True)
+    weights = [nn.Parameter(torch.randn(1, 3)) for _ in range(3)]
+    scale, apart, alone = weights
+    outputs = [given * scale, (given.detach() * apart).sin(), 2 * alone]
+    gradients = [torch.randn(1, 3) for _ in outputs]
+    if whole:
+        torch.autograd.backward(outputs, gradients)
+    else:
+        names.backward_of_weights(names.backward_of_inputs(outputs, gradients, [given], weights), weights)
+    return [given.grad, *(weight.grad for weight in weights)]
+
+
+def test_both_parts_of_backward_give_weights_their_gradients_without_inputs() -> None:
+    with borrowed("autograd") as names:
+        torch.testing.assert_close(without_inputs(names, whole=False), without_inputs(names, whole=True))
+
+
 def test_collating_can_be_extended() -> None:
     with borrowed("modules") as names:
         functions = {**names.default_collate_fn_map, str: lambda batch, collate_fn_map: "".join(batch)}

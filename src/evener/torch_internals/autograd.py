@@ -264,18 +264,23 @@ def _theirs() -> Any:
 
 
 class _TangledError(Exception):
-    """The backward of a weight meets the backward of the inputs in several places of the graph."""
+    """Backward cannot be taken in two parts where it meets that of the inputs."""
 
 
-def _apart(groups: Callable[..., Any]) -> Callable[..., Any]:
+def _apart(groups: Callable[..., Any], outputs: Sequence[Tensor]) -> Callable[..., Any]:
     """Wraps PyTorch's ``get_param_groups``, which groups weights by where their backward meets that of the inputs.
 
-    The wrapped function raises ``_TangledError`` if a group has several such places.
+    The wrapped function raises ``_TangledError`` if a group has several such places, or if one of ``outputs`` is made
+    of weights without the inputs: that part of backward meets nothing, and would be left out.
     """
 
-    def checked(*args: Any) -> Any:
-        found = groups(*args)
-        if any(len(group["intermediates"]) > 1 for group in found):
+    def checked(inputs: list[Any], weights: list[Any], reverse_edges: Any) -> Any:
+        theirs = _theirs()
+        found = groups(inputs, weights, reverse_edges)
+        of_inputs, _ = theirs.reverse_closure(inputs, set(), reverse_edges)
+        of_weights_alone, _ = theirs.reverse_closure(weights, of_inputs, reverse_edges)
+        ends = {theirs._get_grad_fn_or_grad_acc(output) for output in outputs}
+        if any(len(group["intermediates"]) > 1 for group in found) or not of_weights_alone.isdisjoint(ends):
             raise _TangledError
         return found
 
@@ -292,14 +297,15 @@ def backward_of_inputs(
 
     Without ``inputs``, :func:`backward_of_weights` does the whole backward. It also does so if a weight is used in
     several places, such as a position bias that several blocks add: there PyTorch's second part would go through a part
-    of the graph twice, and either fail or give wrong gradients.
+    of the graph twice, and either fail or give wrong gradients. The same holds for an output that does not depend on
+    the inputs, as after ``detach``: PyTorch's second part would give its weights no gradient.
     """
     whole = {"outputs": list(outputs), "gradients": None if gradients is None else list(gradients)}
     if not inputs or not outputs:
         return [whole]
     theirs = _theirs()
     try:
-        with mock.patch.object(theirs, "get_param_groups", _apart(theirs.get_param_groups)):
+        with mock.patch.object(theirs, "get_param_groups", _apart(theirs.get_param_groups, outputs)):
             _, groups = theirs.stage_backward_input(
                 list(outputs), whole["gradients"], list(inputs), iter(weights)
             )
