@@ -36,9 +36,11 @@ Tested with torch 2.11, 2.13, 2.15.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
+from types import FrameType
 from typing import Any, Generic, TypeVar
 from unittest import mock
 
@@ -206,6 +208,15 @@ def applied(record: Record) -> Iterator[None]:
             for name, replacement in functions.items():
                 replaced.enter_context(mock.patch.object(kind, name, staticmethod(replacement)))
         yield
+
+
+def function_around() -> type[Function] | None:
+    """Returns the ``autograd.Function`` in whose ``forward`` the calling code runs. Returns None if there is none."""
+    forwards = {getattr(kind.forward, "__code__", None): kind for kind in _all_below(Function)}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in forwards:
+        frame = frame.f_back
+    return None if frame is None else forwards[frame.f_code]
 
 
 class GradientMode(TorchFunctionMode):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import evener
 from evener.core.task.task import call_model
@@ -199,6 +200,13 @@ def for_each(model: Model, x: Tensor) -> Tensor:
     return torch.stack([in_turn(model, row) for row in x])
 
 
+def checkpointed(model: Model, x: Tensor) -> Tensor:
+    x = x + model.place
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=True)
+    return x
+
+
 class Found:
     """A class of the user's own."""
 
@@ -224,6 +232,10 @@ def opaque(model: Model, x: Tensor) -> Any:
         (drawn_number, "the code around the blocks draws random numbers"),
         (counted, "Model.forward changes its attribute 'calls'"),
         (for_each, "Model.forward calls 12 modules for some samples and 4, or others, for half"),
+        (
+            checkpointed,
+            r"calls blocks.0 within CheckpointFunction.forward, .*checkpoint\(\.\.\., use_reentrant=False",
+        ),
         (opaque, "Model.forward calls none of its modules"),
     ],
 )

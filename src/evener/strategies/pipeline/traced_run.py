@@ -41,6 +41,7 @@ from evener.strategies.pipeline.side_effects import (
 from evener.strategies.pipeline.tracing import Arguments, above, in_mode
 from evener.strategies.pipeline.trial_weights import Bodies
 from evener.strategies.pipeline.value_flow import Flow
+from evener.torch_internals.autograd import function_around
 from evener.torch_internals.modules import own_buffers, own_parameters
 
 Unseen = Callable[[], AbstractContextManager[None]]
@@ -157,12 +158,24 @@ def _tried(rehearsal: Rehearsal) -> TracedCalls:
 
 
 class _Noting:
-    """Answers calls by making them, and records their names."""
+    """Answers calls by making them, and records their names.
+
+    Raises:
+        TaskError: At a call within an ``autograd.Function``: the result has no gradient there, and a stage would hand
+            it on like that.
+    """
 
     def __init__(self) -> None:
         self.names: list[str] = []
 
     def __call__(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        around = function_around()
+        if around is not None:
+            raise TaskError(
+                f"the code around the blocks calls {name} within {around.__name__}.forward, an autograd.Function, "
+                "where results have no gradients, which stages of a pipeline need: call it outside; for activation "
+                "checkpointing use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
         self.names.append(name)
         found = forward(*args, **kwargs)
         return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, found)
