@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,6 +17,14 @@ from tests import tasks
 from tests.tiers import ALWAYS, NIGHTLY, spread
 
 
+@dataclass
+class Named:
+    """Outputs in a class of the user's own."""
+
+    y: Tensor
+    more: dict[str, Tensor]
+
+
 class Same(nn.Module):
     """Gives back its input, in several forms."""
 
@@ -30,6 +39,7 @@ class Same(nn.Module):
             "tensor": y,
             "tuple": (y, [y + 1, "label"]),
             "dict": {"y": y, "sum": y.sum(1)},
+            "dataclass": Named(y, {"sum": y.sum(1)}),
             "mean": y.mean(),
         }
         return forms[self.form]
@@ -202,6 +212,9 @@ def test_predictions_are_in_order(ranks: Any, size: int) -> None:
             assert set(labels) == {"label"}
         for tree in ranks(2).run(predicted, "dict", size, True, **settings):
             assert tree["sum"].tolist() == [2 * i for i in range(size)]
+        for named in ranks(2).run(predicted, "dataclass", size, True, **settings):
+            assert named.y[:, 0].tolist() == list(range(size))
+            assert named.more["sum"].tolist() == [2 * i for i in range(size)]
 
 
 def test_an_output_that_is_not_by_sample_is_refused() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -170,8 +170,8 @@ def predict(
 
     All ranks must call this together. If the ranks own samples of their own, those of rank 0's part come first.
 
-    Tensor outputs, also nested ones, are concatenated along dimension 0. Other outputs are returned as a list with one
-    entry for each micro-batch of a rank.
+    Tensor outputs, also in tuples, lists, dicts and dataclasses, are concatenated along dimension 0. Other outputs are
+    returned as a list with one entry for each micro-batch of a rank.
 
     Raises:
         ConfigurationError: If dimension 0 of an output is not the samples, other dimensions differ between batches, or
@@ -310,6 +310,12 @@ def _joined(pieces: list[Piece]) -> Tree:
         columns = range(len(first))
         joined = [_joined([(start, size, tree[i]) for start, size, tree in pieces]) for i in columns]
         return joined if isinstance(first, list) else tuple(joined)
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in fields(first) if field.init]
+        of_names = {
+            name: [(start, size, getattr(tree, name)) for start, size, tree in pieces] for name in names
+        }
+        return replace(first, **{name: _joined(column) for name, column in of_names.items()})
     return [outputs for _, _, outputs in pieces]
 
 
