@@ -278,9 +278,11 @@ class Learner:
         self.when_drawn(self._step)
 
     def undo(self, step: int) -> None:
-        """Undoes ``step`` if its buffers were saved: clears the gradients and restores the buffers."""
+        """Undoes the passes of ``step``, which may be taken again, if its buffers were saved: clears the gradients and
+        restores the buffers."""
         if self._snapshot.step == step:
-            self._leave_out()
+            self._clear_gradients()
+            self._snapshot.restore()
 
     def parameter(self, name: str) -> nn.Parameter:
         """Returns the parameter with that name."""
@@ -384,11 +386,7 @@ class Learner:
             self.replicas.load(found["optimizer"]["state"], cut)
 
     def load_state_dict(self, found: dict[str, Any]) -> None:
-        """Loads a state returned by :meth:`state_dict`. The given tensors are copied.
-
-        Raises:
-            ConfigurationError: If the state belongs to another model or optimizer.
-        """
+        """Loads a state returned by :meth:`state_dict`, as :meth:`load_held` does. The given tensors are copied."""
         self.load_held(found, lambda value, piece: piece.part(value))
 
     def close(self) -> None:

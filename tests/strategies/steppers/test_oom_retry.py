@@ -19,6 +19,7 @@ from evener.errors import ConfigurationError, OutOfMemoryError
 from evener.strategies.steppers import oom_retry as piecewise
 from evener.strategies.steppers.oom_retry import MicroBatchSize
 from evener.training.engine import Engine
+from tests.comparing import worst
 from tests.strategies.hungry import (
     BATCH,
     LAYERS,
@@ -84,6 +85,24 @@ def test_ranks_with_unequal_limits_pull_one_load(ranks: Any) -> None:
     for limit in (room_for(8), room_for(2)):
         with pytest.raises(torch.OutOfMemoryError):
             trained(memory_limit=str(limit), strategy=Whole())
+
+
+def averaged(**settings: Any) -> tuple[bool, int, dict[str, Tensor]]:
+    """Whether the rank took passes again, and the average of the weights that it then has."""
+    config = RunConfig(dtype="float64", device="cpu", steps=6, **settings)
+    with Engine(task(average=evener.ema(0.5)), config) as engine:
+        retries = [engine.step(batch).retries for batch in engine.batches()]
+        average = engine.learner.average
+        return any(map(any, retries)), average.number, {n: t.clone() for n, t in average.tensors().items()}
+
+
+def test_passes_that_are_taken_again_are_one_update_of_the_average(ranks: Any) -> None:
+    """On all ranks, of which one alone takes them again: averages of other updates would part them."""
+    _, number, one_device = averaged(strategy=Whole())
+    for has_retried, updates, found in ranks(2).run(averaged, memory_limit=f"{ROOMY},{room_for(6)}"):
+        assert has_retried
+        assert updates == number
+        assert worst(one_device, found) < 1e-9
 
 
 def test_pieces_grow_again_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
