@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from evener.core.task.task import Task
 from evener.distributed.environment import Environment
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError
+from evener.strategies.local_steps.strategies import LocalSgd
 from evener.strategies.sharded.sharded import Sharded
 from evener.training.engine import Engine
 from tests import tasks
@@ -192,10 +195,43 @@ def test_a_strategy_that_cannot_follow_a_loop_of_the_user_s_own_says_so(ranks: A
         assert "cannot follow a change of requires_grad in mid-run: 2.weight is frozen" in said
 
 
+def head_alone(holds_all: bool, **settings: Any) -> Weights:
+    """The weights of steps that train the last layer alone, while gradients of all layers are clipped together.
+
+    Args:
+        holds_all: True if the optimizer holds the other layers too, with a rate of 0.
+    """
+
+    def optimizer(model: nn.Sequential) -> torch.optim.Optimizer:
+        others = [{"params": list(model[:4].parameters()), "lr": 0.0}] if holds_all else []
+        return torch.optim.SGD([{"params": list(model[4].parameters())}, *others], lr=0.3)
+
+    config = RunConfig(**{"dtype": "float64", "device": "cpu", "clip_norm": 0.2, "steps": 6} | settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the layers that are never trained are warned of
+        with Engine(replace(task(), optimizer=optimizer), config) as engine:
+            for batch in engine.batches():
+                engine.step(batch)
+            return {name: value.clone() for name, value in engine.learner.tensors().items()}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"strategy": LocalSgd(sync_every=4, num_fragments=2), "steps": 2}],
+    ids=["ddp", "local_sgd"],
+)
+def test_gradients_that_no_update_clears_do_not_add_up(ranks: Any, settings: dict[str, Any]) -> None:
+    """They would count in the norm, and be taken for differences of a fragment that merges later."""
+    for found, wanted in zip(
+        ranks(2).run(head_alone, False, **settings), ranks(2).run(head_alone, True, **settings), strict=True
+    ):
+        assert_same(wanted, found)
+
+
 def test_changes_are_told_by_name_and_those_of_the_beginning_are_none() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight.requires_grad_(False)
-    found = TrainableParameters({p: name for name, p in model.named_parameters()})
+    found = TrainableParameters({p: name for name, p in model.named_parameters()}, set(model.parameters()))
     assert not found.update("ddp", follows=True)
     model[1].weight.requires_grad_(True)
     model[0].bias.requires_grad_(False)

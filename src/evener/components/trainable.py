@@ -11,7 +11,7 @@ so that it sums nothing that other ranks do not sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -24,10 +24,12 @@ class TrainableParameters:
 
     Args:
         names: The names of all parameters.
+        updated: Those that the optimizer updates.
     """
 
-    def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
+    def __init__(self, names: Mapping[nn.Parameter, str], updated: Collection[nn.Parameter]) -> None:
         self._names = names
+        self._never_updated = [p for p in names if p not in updated]
         self.first = [p for p in names if p.requires_grad]
         """The parameters that are trained at the start."""
         self.frozen: list[nn.Parameter] = []
@@ -59,6 +61,12 @@ class TrainableParameters:
                 "Task.model, and begin another run from this one's weights where it is to change; or use 'ddp'"
             )
         return True
+
+    def clear_never_updated(self) -> None:
+        """Clears the gradients of the parameters that the optimizer does not hold, which no update clears. They would
+        add up, and be summed over the ranks once more, in each step, and count in the norm by which all are clipped."""
+        for parameter in self._never_updated:
+            parameter.grad = None
 
     @property
     def changes(self) -> tuple[str, ...]:

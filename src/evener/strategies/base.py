@@ -42,6 +42,7 @@ from evener.components.memory_limits.limits import room_on
 from evener.components.offload.offload import OffloadState
 from evener.components.optim.eight_bit import check_state, in_eight_bits
 from evener.components.optim.fused import fuse
+from evener.components.optim.stand_ins import updated_by
 from evener.components.sharded_tensor.shard_spec import divided
 from evener.components.trainable import TrainableParameters
 from evener.components.weight_average import WeightAverage
@@ -293,7 +294,7 @@ def set_up(
         strategy.check_optimizer(learner.optimizer)
         learner.offloaded.take_optimizer(learner.optimizer)
         owned.enter_context(_memory_watched(learner, strategy))
-        learner.trained = TrainableParameters(learner.names)
+        learner.trained = TrainableParameters(learner.names, updated_by(learner.optimizer))
         learner.average = WeightAverage(as_average(task.average), placed)
         learner.synchronizer = strategy.synchronizer(learner)
         check_sums(learner)

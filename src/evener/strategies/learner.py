@@ -325,6 +325,7 @@ class Learner:
         self._step, self.left_out = step, False
         follows, early = self.synchronizer.follows, self.settings.update_in_backward
         has_changed = self.trained.update(self.name, follows, early)
+        self.trained.clear_never_updated()
         self.watch.begin(batch)
         if (limits := self.settings.limits) is not None:
             self.room.allow(limits.limit_for(self.session.rank, step))

@@ -29,6 +29,11 @@ def model_parameter(parameter: Tensor) -> nn.Parameter:
     return found  # type: ignore[no-any-return]
 
 
+def updated_by(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
+    """Returns the parameters of the model that an optimizer updates, itself or by stand-ins."""
+    return {model_parameter(held) for group in optimizer.param_groups for held in group["params"]}
+
+
 def states_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
     """Yields parameters of the model, and the state of each that is on this rank."""
     return ((model_parameter(held), entries) for held, entries in optimizer.state.items())

@@ -171,6 +171,7 @@ class LocalSteps(Plain):
         totals = self._backward(micro_batches, terms, step)
         self._soundness += self._learner.synchronizer.soundness()
         self.replicas.take_step(partial(self._learner.apply_gradients, step))
+        self._learner.trained.clear_never_updated()
         replica.terms += terms
         self._terms += terms
         replica.samples += sum(map(len, local.passes))
@@ -228,6 +229,7 @@ class LocalSteps(Plain):
             for parameter, gradient in found:
                 parameter.grad = None if gradient is None else gradient.clone()
             learner.apply_gradients(step)
+            learner.trained.clear_never_updated()
             learner.synchronizer.updated(step)
             self.replicas.stepped(replica, each.batches)
         return totals
