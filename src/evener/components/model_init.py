@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from evener.components.build import explaining_model_errors
 from evener.components.modes import begin_training
 from evener.components.sharded_tensor.local import local
-from evener.components.sharded_tensor.shard_spec import set_shard_spec, shard_spec
+from evener.components.sharded_tensor.shard_spec import set_shard_spec, shard_spec, take_attributes
 from evener.core.task.task import Task
 from evener.distributed import signals as interrupt
 from evener.errors import ConfigurationError, TaskError
@@ -121,20 +121,20 @@ def _converted(model: nn.Module, device: torch.device, dtype: torch.dtype | None
 
 @contextmanager
 def marks_kept(model: nn.Module) -> Iterator[None]:
-    """Keeps the marks of shards within a block that calls ``Module.to``, which replaces buffers, and replaces the local
-    tensor of a DTensor by one without mark."""
+    """Keeps the marks of shards, with all that the user has set on them, within a block that calls ``Module.to``, which
+    replaces buffers, and replaces a DTensor by one without attributes."""
     marked = [
-        (held, name, piece)
+        (held, name, piece, {**vars(tensor)})
         for module in model.modules()
         for held in (own_parameters(module), own_buffers(module))
         for name, tensor in held.items()
         if tensor is not None and (piece := shard_spec(tensor))
     ]
     yield
-    for held, name, piece in marked:
+    for held, name, piece, attributes in marked:
         tensor = held[name]
         assert tensor is not None
-        set_shard_spec(tensor, piece)
+        set_shard_spec(take_attributes(tensor, attributes), piece)
 
 
 @contextmanager

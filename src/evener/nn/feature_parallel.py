@@ -73,7 +73,9 @@ def divide_features(linear: nn.Linear, columns: range, total: SumOverRanks) -> F
     linear.__class__ = FeatureParallelLinear
     assert isinstance(linear, FeatureParallelLinear)
     part = linear.weight.detach()[:, columns.start : columns.stop].clone()
-    linear.weight = nn.Parameter(part, requires_grad=linear.weight.requires_grad)
+    made = nn.Parameter(part, requires_grad=linear.weight.requires_grad)
+    vars(made).update(vars(linear.weight))  # the user's attributes
+    linear.weight = made
     linear.columns, linear._ranks = columns, Shared(total)
     return linear
 

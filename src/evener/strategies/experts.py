@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec
+from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec, take_attributes
 from evener.distributed.mesh import AXES, Mesh
 from evener.errors import ConfigurationError, TaskError
 from evener.nn.experts import STACKED, Experts
@@ -82,4 +82,5 @@ def _pieces(name: str, layer: Experts, degree: int) -> tuple[range, ...]:
 
 def _cut(layer: Experts, name: str, piece: ShardSpec) -> None:
     whole = layer.get_parameter(name)
-    setattr(layer, name, set_shard_spec(nn.Parameter(piece.part(whole.detach()), whole.requires_grad), piece))
+    part = nn.Parameter(piece.part(whole.detach()), whole.requires_grad)
+    setattr(layer, name, set_shard_spec(take_attributes(part, vars(whole)), piece))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import evener
 from evener.components import clipping
 from evener.components.sharded_tensor.shard_spec import ShardBounds, ShardSpec, set_shard_spec
 from evener.distributed.mesh import Layout
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError
+from evener.strategies import Sharded, TensorParallel
+from evener.training.engine import Engine
+from tests import tasks
 
 
 @pytest.mark.parametrize(
@@ -127,3 +133,42 @@ def test_what_is_cut_over_two_axes_is_put_together(ranks: Any) -> None:
     for whole, norm in ranks(4).run(of_two_axes):
         assert whole.tolist() == list(range(8))
         assert norm == pytest.approx(140**0.5)
+
+
+def without_attribute(strategy: Any) -> list[str]:
+    """The parameters without the attribute that the model has set on all: what the optimizer is given, and what the
+    model then has."""
+    found: list[str] = []
+
+    def model() -> nn.Module:
+        between = evener.nn.Experts(8, 4, 2) if strategy == "experts" else nn.Tanh()
+        made = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), between, nn.Linear(8, 3))
+        for parameter in made.parameters():
+            parameter.decays = False  # type: ignore[attr-defined]
+        return made
+
+    def optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        given = list(named_parameters)
+        found.extend(name for name, parameter in given if getattr(parameter, "decays", True))
+        return torch.optim.SGD([parameter for _, parameter in given], lr=0.1)
+
+    task = replace(tasks.plain(), model=model, optimizer=optimizer)
+    with Engine(task, device="cpu", dtype="float64", strategy=strategy) as engine:
+        return found + [n for n, p in engine.model.named_parameters() if getattr(p, "decays", True)]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "pipeline",
+        TensorParallel("0=colwise,2=rowwise"),
+        "dimension",
+        Sharded(zero=2),
+        Sharded(zero=3),
+        "experts",
+    ],
+    ids=str,
+)
+def test_a_shard_has_the_user_s_attributes_of_the_whole(ranks: Any, strategy: Any) -> None:
+    """An optimizer may make groups by them, such as one without weight decay."""
+    assert ranks(2).run(without_attribute, strategy) == [[], []]

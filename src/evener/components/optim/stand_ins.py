@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evener.components.sharded_tensor.local import is_divided, local
-from evener.components.sharded_tensor.shard_spec import shard_spec
+from evener.components.sharded_tensor.local import local
+from evener.components.sharded_tensor.shard_spec import shard_spec, take_attributes
 from evener.torch_internals.modules import own_parameters
 
 _MARK = "evener_model_parameter"
@@ -60,9 +60,7 @@ def make_stand_in(parameter: nn.Parameter, device: torch.device, away: bool = Fa
     held = local(parameter)
     shape = piece.whole_shape(held.shape) if piece else tuple(held.shape)
     made = nn.Parameter(_without_memory(shape, parameter.dtype, device), parameter.requires_grad)
-    if not is_divided(parameter):  # a DTensor's attributes are its own
-        vars(made).update({key: value for key, value in vars(parameter).items() if value is not piece})
-    setattr(made, _MARK, parameter)
+    setattr(take_attributes(made, vars(parameter)), _MARK, parameter)
     if away:
         setattr(made, _AWAY, True)
     return made

@@ -7,10 +7,10 @@ save state that ranks can load under another division.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from evener.hardware.timers import waiting
 from evener.torch_internals.modules import own_parameters
 
 _MARK = "evener_slice"
+_OWN = "evener_", "_is_param"
+"""Beginnings of names of attributes that are not the user's; the last one is a DTensor's."""
 
 T = TypeVar("T", bound=Tensor)
 
@@ -176,6 +178,17 @@ def set_shard_spec(parameter: T, piece: ShardSpec) -> T:
         )
     setattr(parameter, _MARK, piece)
     return parameter
+
+
+def take_attributes(made: T, attributes: Mapping[str, Any]) -> T:
+    """Sets the user's attributes on ``made``, by which an optimizer may make groups. Returns it.
+
+    Args:
+        attributes: ``vars()`` of the parameter whose place it takes.
+    """
+    own = {name: value for name, value in attributes.items() if not name.startswith(_OWN)}
+    vars(made).update(own)
+    return made
 
 
 def shard_spec(tensor: Tensor) -> ShardSpec | None:

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from evener.components.amp.policy import own_forward
 from evener.components.model_init import in_type
-from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec, shard_spec
+from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec, shard_spec, take_attributes
 from evener.core.config.recompute import Recompute
 from evener.data.batch import map_leaves
 from evener.data.fetch import first_inputs
@@ -243,7 +243,7 @@ def _part(parameter: nn.Parameter, owner: int, degree: int, index: int) -> nn.Pa
     )
     piece = ShardSpec(AXIS, 0, pieces, index, within=shard_spec(parameter))
     own = parameter.detach().narrow(0, piece.local_bounds.start, len(piece.local_bounds)).clone()
-    return set_shard_spec(nn.Parameter(own, parameter.requires_grad), piece)
+    return set_shard_spec(take_attributes(nn.Parameter(own, parameter.requires_grad), vars(parameter)), piece)
 
 
 def _named(cut: str | None) -> list[str]:

@@ -35,7 +35,7 @@ from evener.collectives.base import AllReduce
 from evener.collectives.registry import make
 from evener.components.model_init import marks_kept
 from evener.components.sharded_tensor.local import is_divided
-from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec, shard_spec
+from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec, shard_spec, take_attributes
 from evener.data.batch import map_leaves
 from evener.distributed.mesh import DIVIDING_TERMS, Layout, Mesh
 from evener.errors import ConfigurationError, TaskError
@@ -104,21 +104,21 @@ class Fsdp(Strategy):
         return Layout({AXIS: world_size})
 
     def parallelize(self, model: nn.Module, mesh: Mesh, settings: StrategySettings) -> nn.Module:
-        group = mesh.group(AXIS, use="sharding")
+        group, model = mesh.group(AXIS, use="sharding"), normalize_together(model, mesh)
         if group is None:
-            return normalize_together(model, mesh)
-        model = normalize_together(model, mesh)
+            return model
         check_layers(model)
         if settings.weight_type is not None:
             with marks_kept(model):
                 model.to(settings.weight_type)
         check_types(model)
-        before = {name: shard_spec(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        before = {n: (shard_spec(p), {**vars(p)}) for n, p in model.named_parameters(remove_duplicate=False)}
         self._shard(model, device_mesh(group, mesh.device_type))
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if is_divided(parameter):
-                pieces = chunks(len(parameter), group.size())
-                set_shard_spec(parameter, ShardSpec(AXIS, 0, pieces, mesh.index(AXIS), within=before[name]))
+                (outer, attributes), rows = before[name], chunks(len(parameter), group.size())
+                piece = ShardSpec(AXIS, 0, rows, mesh.index(AXIS), within=outer)
+                set_shard_spec(take_attributes(parameter, attributes), piece)
         return model
 
     def _shard(self, model: nn.Module, over: DeviceMesh) -> None:

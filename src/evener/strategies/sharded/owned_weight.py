@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from evener.components.sharded_tensor.shard_spec import ShardSpec
+from evener.components.sharded_tensor.shard_spec import ShardSpec, take_attributes
 from evener.errors import ConfigurationError
 from evener.strategies.reducer import zeros_of
 from evener.torch_internals.autograd import version
@@ -35,7 +35,7 @@ class Weight:
 
     def __init__(self, name: str, piece: nn.Parameter, cut: ShardSpec | None, sparse: bool) -> None:
         self.name, self.piece, self.cut, self.sparse = name, piece, cut, sparse
-        self.whole = piece if cut is None else nn.Parameter(_room(piece, cut))
+        self.whole = piece if cut is None else take_attributes(nn.Parameter(_room(piece, cut)), vars(piece))
         self.join()
         self._shown: Tensor | None = None
         self._version = 0

@@ -28,7 +28,13 @@ from evener.balance.shares import parse_shares
 from evener.components import gradients
 from evener.components.model_init import in_type
 from evener.components.optim.whole_updates import OwnershipTerms
-from evener.components.sharded_tensor.shard_spec import ShardSpec, by_axes, set_shard_spec, shard_spec
+from evener.components.sharded_tensor.shard_spec import (
+    ShardSpec,
+    by_axes,
+    set_shard_spec,
+    shard_spec,
+    take_attributes,
+)
 from evener.distributed.mesh import Layout, Mesh
 from evener.errors import ConfigurationError, ShareError
 from evener.nn.fqn import clean_name
@@ -171,5 +177,5 @@ def _divisible(model: nn.Module) -> Iterator[nn.Parameter]:
 
 def _piece(parameter: nn.Parameter, dim: int, rows: tuple[range, ...], index: int) -> nn.Parameter:
     own = nn.Parameter(parameter.detach().narrow(dim, rows[index].start, len(rows[index])).clone())
-    vars(own).update(vars(parameter))
-    return set_shard_spec(own, ShardSpec(AXIS, dim, rows, index, within=shard_spec(parameter)))
+    spec = ShardSpec(AXIS, dim, rows, index, within=shard_spec(parameter))
+    return set_shard_spec(take_attributes(own, vars(parameter)), spec)

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from evener.components import gradients
 from evener.components.checks.embeddings import EMBEDDINGS
-from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec
+from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec, take_attributes
 from evener.core.task.task import call_model
 from evener.data.division import by_weights
 from evener.distributed.mesh import Layout, Mesh
@@ -308,9 +308,7 @@ class _Division:
 
 def _piece(whole: nn.Parameter, piece: ShardSpec) -> nn.Parameter:
     part = nn.Parameter(piece.part(whole.detach()), whole.requires_grad)
-    for name, value in vars(whole).items():  # the user's attributes, perhaps for optimizer groups
-        setattr(part, name, value)
-    return set_shard_spec(part, piece)
+    return set_shard_spec(take_attributes(part, vars(whole)), piece)
 
 
 def _slowly(module: nn.Module) -> None:
