@@ -131,6 +131,19 @@ def test_one_replica_without_an_outer_step_is_plain_training(ranks: Any, strateg
     assert worst(plain, local) < ROUNDING
 
 
+def sgd_with_a_tensor(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=torch.tensor(0.2, dtype=torch.float64))
+
+
+def test_replicas_of_a_rank_have_rates_of_their_own_also_as_tensors() -> None:
+    """A scheduler writes into a rate that is a tensor."""
+    settings = {"strategy": LocalSgd(sync_every=4, replicas=2)}
+    scheduled = {"scheduler": decaying, "scheduler_interval": "step"}
+    number, _ = trained(partial(task, **scheduled), settings)
+    found, _ = trained(partial(task, sgd_with_a_tensor, **scheduled), settings)
+    assert worst(number, found) < ROUNDING
+
+
 def test_warm_up_alone_is_data_parallelism(ranks: Any) -> None:
     build = partial(task, adam, scheduler=decaying, scheduler_interval="step")
     local = on(ranks, 2, build, strategy=LocalSgd(sync_every=4, warmup_steps=100), balance="3,1")

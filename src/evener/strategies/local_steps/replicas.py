@@ -80,7 +80,8 @@ class ReplicaSet(StoredReplicas):
         self.all = [LocalReplica(index, sent=[0.0] * len(fragments)) for index in rounds.carried]
         self.current = self.all[0]
         for other in self.all[1:]:
-            other.state = _copied(learner.optimizer.state)  # some optimizers make their state at the start
+            state = {p: _copied(entries) for p, entries in learner.optimizer.state.items()}
+            other.state = defaultdict(dict, state)  # some optimizers make their state at the start
         self._scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self._positions = {parameter: place for place, parameter in enumerate(self.parameters)}
         self._to_check = len(self.all) > 1
@@ -199,9 +200,7 @@ class ReplicaSet(StoredReplicas):
 
     def _options(self) -> list[dict[str, Any]]:
         groups = self._learner.optimizer.param_groups
-        return [
-            {key: copy.copy(value) for key, value in group.items() if key != "params"} for group in groups
-        ]
+        return [_copied({key: group[key] for key in group if key != "params"}) for group in groups]
 
     def _place(self) -> Any:
         if len(self.all) == 1:
@@ -211,7 +210,8 @@ class ReplicaSet(StoredReplicas):
     def _go_to(self, place: Any) -> None:
         options, schedule = place
         for group, kept in zip(self._learner.optimizer.param_groups, options, strict=True):
-            group.update(kept)
+            # Replicas share it, and a scheduler writes into a rate that is a tensor.
+            group.update(_copied(kept))
         if self._scheduler is not None:
             self._scheduler.load_state_dict(copy.deepcopy(schedule))
 
@@ -298,16 +298,12 @@ class ReplicaSet(StoredReplicas):
         replica.sent = [0.0 if value is None else -float(value) for value in terms]
 
 
-def _copied(state: Mapping[Any, Mapping[str, Any]]) -> OptimizerState:
-    """Returns a copy of an optimizer's state, for the same parameters."""
-    copied = {
-        p: {
-            key: value.clone() if isinstance(value, Tensor) else copy.copy(value)
-            for key, value in entries.items()
-        }
-        for p, entries in state.items()
+def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of options of a group, or of a parameter's state."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else copy.copy(value)
+        for key, value in entries.items()
     }
-    return defaultdict(dict, copied)
 
 
 def _as_tensor(value: Any, prefix: str) -> Any:
