@@ -12,9 +12,11 @@ from torch.utils.data import Dataset, Subset
 
 from evener.core.config.run_config import RunConfig
 from evener.errors import ConfigurationError, DataError
+from evener.strategies import DataParallel
 from evener.training.engine import Engine
 from evener.training.fit import fit
 from tests import tasks
+from tests.comparing import worst
 from tests.engines import assert_same, copied
 from tests.tiers import ALWAYS, NIGHTLY, crossed
 
@@ -56,6 +58,27 @@ DIVISIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "accumulated": (2, {"micro_batch": 5}),
     "sharded": (2, {"strategy": "sharded"}),
 }
+
+
+@pytest.mark.filterwarnings("ignore:no target of the batch of step")
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("batch_norm", {"strategy": DataParallel("cpu:0,cpu:1", "1,3")}),
+        ("plain", {"strategy": DataParallel("cpu:0,cpu:1,cpu:2"), "micro_batch": 5}),
+        ("costly", {"strategy": DataParallel("cpu:0,cpu:1", "auto")}),
+        ("plain", {"strategy": DataParallel("cpu:0,cpu:1"), "batch_size": 1}),
+    ],
+    ids=str,
+)
+def test_devices_of_one_process_divide_the_samples_that_could_be_read(
+    name: str, settings: dict[str, Any]
+) -> None:
+    alone, steps, evaluated = trained(name, **settings | {"strategy": "single"})
+    weights, divided, metrics = trained(name, **settings)
+    assert worst(alone, weights) < 1e-9
+    assert [skipped for _, skipped in divided] == [skipped for _, skipped in steps]
+    assert metrics == pytest.approx(evaluated)
 
 
 @pytest.mark.parametrize(

@@ -191,8 +191,7 @@ class DeviceReplicas(Stepper):
             did = self._compute(parts, divisor, step)
             self._gather(lead=min(did))
             missing = learner.synchronizer.complete()
-        sizes, costs = _sizes(parts, len(self._devices)), self._costs_of(parts)
-        self._unobserved.append(Taken(step, sizes, costs, did))
+        self._unobserved.append(Taken(step, _sizes(parts, len(self._devices)), self._costs_of(parts), did))
         device = learner.session.device
         totals = [async_copy.move_tensor(total, device) for one in did.values() for total in one.totals]
         return StepOutcome(
@@ -219,10 +218,12 @@ class DeviceReplicas(Stepper):
 
     def _parts(self, batch: Batch, shares: Sequence[int], step: int) -> list[dict[int, DevicePart]]:
         """Returns, for each micro-batch, the parts of the devices that have samples in it."""
-        micros = batch.micro_batches
-        most = len(micros[0].samples)
-        counts = [[len(rows) for rows in row] for row in divide(batch.size, shares, most)]
-        if self._costs is not None and not batch.skipped:
+        micros, most = batch.micro_batches, len(batch.micro_batches[0].samples)
+        if batch.skipped:  # micro-batches lack the samples that could not be read
+            counts = [by_weights(len(micro.samples), shares) for micro in micros]
+        elif self._costs is None:
+            counts = [[len(rows) for rows in row] for row in divide(batch.size, shares, most)]
+        else:
             each = self._costs(np.concatenate([micro.samples.numpy() for micro in micros]))
             counts = divide_by_cost(each, self._balancer.fractions(step, batch.size), shares, most).tolist()
         lead = next(place for place, share in enumerate(shares) if share)
@@ -303,7 +304,7 @@ class DeviceReplicas(Stepper):
     def _computing(self, place: int, part: DevicePart, step: int) -> Iterator[tuple[MicroBatch, Scope]]:
         """Yields the part, moved to its device, and its scope, with the thread joined to the barrier."""
         micro = part.micro.to(self._devices[place], non_blocking=True)
-        scope = Scope(micro.samples, step, self._learner.settings.seed, group=_no_ranks)
+        scope = Scope(micro.samples, step, self._learner.settings.seed, micro.weight, _no_ranks)
         with own_scope(scope), self._together.joined(part.meeting, part.place, self._watches[place]):
             yield micro, scope
 
