@@ -126,6 +126,33 @@ def test_one_rank_is_plain_training() -> None:
     assert worst(plain[0], alone[0]) < ROUNDING
 
 
+class Marked(Words):
+    """Sets an attribute on its last layer's parameters, as for an optimizer or a penalty that asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        for parameter in self.last.parameters():
+            parameter.rate = 0.1  # type: ignore[attr-defined]
+
+
+class Asking(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.grad *= getattr(parameter, "rate", 1.0)
+        return super().step(closure)
+
+
+def of_marked(model: nn.Module) -> Tensor:
+    zero = torch.zeros((), dtype=torch.float64)
+    return 0.01 * sum((p.square().sum() for p in model.parameters() if hasattr(p, "rate")), zero)
+
+
+def test_updates_see_the_user_s_attributes_of_parameters() -> None:
+    build = partial(task, partial(Asking, lr=0.2), model=Marked, penalty=of_marked)
+    plain = trained(build, {"strategy": "single"})
+    assert worst(plain[0], trained(build, {"strategy": Asynchronous(sync_every=3)})[0]) < ROUNDING
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_repetition_of_the_merges_has_the_same_bits(ranks: Any, size: int) -> None:
     oldest, orders = 0, set()

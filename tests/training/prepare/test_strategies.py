@@ -220,8 +220,39 @@ def going_back(is_prepared: bool) -> Weights:
     return found_of(loop)
 
 
+class Asking(torch.optim.SGD):
+    """Asks parameters for a rate of their own."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.grad *= getattr(parameter, "rate", 1.0)
+        return super().step(closure)
+
+
+def by_attributes_of_parameters(is_prepared: bool) -> Weights:
+    made = model()
+    for parameter in made[-1].parameters():
+        parameter.rate = 0.1
+    loop = Loop(is_prepared, lambda model: Asking(model.parameters(), lr=0.1, momentum=0.9), made)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        loop.backward(x, y)
+        loop.optimizer.step()
+    return found_of(loop)
+
+
 LOOPS = (
-    *(clipping, looking_at_gradients, with_a_scaler, more_passes_than_one, cleared_between, with_gaps),
+    *(
+        by_attributes_of_parameters,
+        clipping,
+        looking_at_gradients,
+        with_a_scaler,
+        more_passes_than_one,
+        cleared_between,
+        with_gaps,
+    ),
     *(
         made_later,
         going_back,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.components.clipping import Summed
+from evener.components.sharded_tensor.shard_spec import take_attributes
 from evener.errors import ConfigurationError
 from evener.strategies.asynchronous.delayed_momentum import delay_momentum
 from evener.strategies.asynchronous.flat_parameters import FlatLayout
@@ -43,7 +44,10 @@ class WeightShard:
         self._learner, self._layout = learner, layout
         device = learner.session.device
         self._weights = layout.empty(device)
-        self._parameters = [nn.Parameter(view) for view in layout.views(self._weights)]
+        self._parameters = [
+            take_attributes(nn.Parameter(view), vars(parameter))
+            for view, parameter in zip(layout.views(self._weights), layout.parameters, strict=True)
+        ]
         self._sums = layout.empty(device, wide=True)
         self._swap = {parameter: nn.Parameter(parameter.detach().new_empty(0)) for parameter in trained}
         self._swap |= zip(layout.parameters, self._parameters, strict=True)

@@ -24,7 +24,7 @@ from evener.components import gradients
 from evener.components.coalesce import in_buckets
 from evener.components.optim.stand_ins import exchange_parameters
 from evener.components.optim.whole_updates import OwnershipTerms
-from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec
+from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec, take_attributes
 from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
 from evener.hardware.timers import waiting
@@ -110,7 +110,7 @@ class UpdateOwners:
         piece = nn.Parameter(_rows(parameter.data, spec), parameter.requires_grad)
         if parameter.grad is not None and self._whole.get(parameter, True):
             piece.grad = _rows(parameter.grad, spec)
-        return set_shard_spec(piece, spec)
+        return set_shard_spec(take_attributes(piece, vars(parameter)), spec)
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         """Puts the parameters back, and gathers the rows that their owners have updated. A collective call."""
