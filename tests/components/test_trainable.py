@@ -151,12 +151,30 @@ def test_a_change_on_one_rank_alone_is_refused_on_all(ranks: Any, layer: str, wa
         assert "on rank 1 all are trained as at first" in said
 
 
-def by_hand(plan: Plan, alone: bool = False, everywhere: bool = True, **settings: Any) -> Weights:
+def by_hand(
+    plan: Plan,
+    alone: bool = False,
+    everywhere: bool = True,
+    frozen: bool = False,
+    first: int = 0,
+    **settings: Any,
+) -> Weights:
+    """The weights of steps by SGD, with which a gradient that is summed twice shows.
+
+    Args:
+        frozen: True if a layer is frozen at first.
+        first: The first layer whose parameters the optimizer holds.
+    """
+
+    def optimizer(model: nn.Sequential) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model[first:].parameters(), lr=0.3, momentum=0.9)
+
     environment = Environment() if alone else None
     config = RunConfig(dtype="float64", steps=6, device="cpu", **settings)
     with (
+        warnings.catch_warnings(action="ignore"),  # layers that are never trained are warned of
         Session(device="cpu", environment=environment) as session,
-        Engine(task(), config, session=session) as engine,
+        Engine(replace(task(frozen), optimizer=optimizer), config, session=session) as engine,
     ):
         for batch in engine.batches():
             if everywhere or session.rank == 0:
@@ -169,10 +187,21 @@ def by_hand(plan: Plan, alone: bool = False, everywhere: bool = True, **settings
         return {n: t.clone() for n, t in engine.learner.tensors().items()}
 
 
-@pytest.mark.parametrize("plan", [THAWED_LATER, FROZEN_FOR_A_WHILE], ids=["thawed", "frozen"])
-def test_a_loop_of_the_user_s_own(ranks: Any, plan: Plan) -> None:
-    reference = by_hand(plan, alone=True)
-    for weights in ranks(2).run(by_hand, plan):
+@pytest.mark.parametrize(
+    ("plan", "frozen"),
+    [(THAWED_LATER, False), (FROZEN_FOR_A_WHILE, False), ({2: {"2.": True}}, True)],
+    ids=["thawed", "frozen", "frozen at first"],
+)
+def test_a_loop_of_the_user_s_own(ranks: Any, plan: Plan, frozen: bool) -> None:
+    reference = by_hand(plan, alone=True, frozen=frozen)
+    for weights in ranks(2).run(by_hand, plan, frozen=frozen):
+        assert_same(reference, weights)
+
+
+def test_a_loop_of_the_user_s_own_clips_what_its_optimizer_holds(ranks: Any) -> None:
+    """The gradients of other parameters are those of a rank's samples: by their norm, ranks would clip differently."""
+    reference = by_hand({}, alone=True, first=4, clip_norm=0.2)
+    for weights in ranks(2).run(by_hand, {}, first=4, clip_norm=0.2):
         assert_same(reference, weights)
 
 

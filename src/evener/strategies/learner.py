@@ -220,6 +220,10 @@ class Learner:
                 self._leave_out()
         else:
             self.apply_gradients(step, passes)
+        self.end_update(step)
+
+    def end_update(self, step: int) -> None:
+        """Called after an update, with the number of its step. All ranks must call this together."""
         self.synchronizer.updated(step)
         self.room.over()
         while self.first_step_checks:
@@ -278,8 +282,7 @@ class Learner:
         self.when_drawn(self._step)
 
     def undo(self, step: int) -> None:
-        """Undoes the passes of ``step``, which may be taken again, if its buffers were saved: clears the gradients and
-        restores the buffers."""
+        """Undoes the passes of ``step``, which may be taken again, if its buffers were saved."""
         if self._snapshot.step == step:
             self._clear_gradients()
             self._snapshot.restore()
@@ -357,13 +360,11 @@ class Learner:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all parameters and buffers, whole, under all their names. All ranks must call this together."""
-        named = model.named_tensors(self.model)
-        return {name: self.whole(tensor, tensor) for name, tensor in named.items()}
+        return {name: self.whole(each, each) for name, each in model.named_tensors(self.model).items()}
 
     def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
         """Returns ``value``, shaped as ``parameter``, as one device would hold it. Collective if that is divided."""
-        piece = shard_spec(parameter)
-        return piece.gather(value, self.mesh) if piece else value
+        return piece.gather(value, self.mesh) if (piece := shard_spec(parameter)) else value
 
     def state_dict(self) -> dict[str, Any]:
         """Returns weights and optimizer state by name: whole copies on the CPU. All ranks must call this together."""

@@ -108,7 +108,8 @@ class ManualStep:
         with learner.session.watchdog.phase("update", step=step, explains=True), waiting():
             learner.synchronizer.sum_gradients(parameters)
         if optimizer is None:
-            learner.update(step=step, passes=lambda: self._penalty_passes(step))
+            learner.apply_gradients(step, lambda: self._penalty_passes(step), (parameters, learner.model))
+            learner.end_update(step)
             return
         learner.clipping(parameters, learner.mesh)
         with named_range("optimizer"):
