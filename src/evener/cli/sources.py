@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.cli.options import FURTHER, KINDS, config_of, task_options_of
+from evener.core.config.kinds import EXPECTED
 from evener.core.config.run_config import RunConfig
 from evener.core.elsewhere import place_of, shown
 from evener.core.os_errors import os_error_message
@@ -35,14 +36,6 @@ OWN = "EVENER__"
 OPTIONS = "option"
 """Name of the table that holds arguments of the task's function."""
 _TRUTH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-_EXPECTED = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    tuple: "a list of texts",
-    str: "a text",
-    Path: "a path that is not empty",
-}
 _FIELDS = {entry.name: entry for entry in dataclasses.fields(RunConfig)}
 _KINDS: dict[str, Any] = {**KINDS, **FURTHER}
 _HINTS: dict[str, Any] = typing.get_type_hints(RunConfig)
@@ -172,7 +165,7 @@ def _chosen(name: str, value: Any, said: str) -> Any:
 
 
 def _wrong(said: str, kind: type) -> ConfigurationError:
-    return ConfigurationError(f"{said}: it must be {_EXPECTED[kind]}")
+    return ConfigurationError(f"{said}: it must be {EXPECTED[kind]}")
 
 
 # Output

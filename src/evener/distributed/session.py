@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from evener.core.config.time_limit import TIMEOUT_SECONDS, DefaultLimit
+from evener.core.config.validation import positive_seconds
 from evener.core.phase_marks import process_watchdogs
 from evener.distributed import loopback
 from evener.distributed.backends import backend_of, library_of
@@ -132,8 +133,8 @@ class Session:
             session ignores an existing process group.
 
     Raises:
-        ConfigurationError: If the launcher's variables are invalid, the device cannot be used, or the ranks took
-            different devices.
+        ConfigurationError: If the launcher's variables or the time limit are invalid, the device cannot be used, or the
+            ranks took different devices.
         RankTimeoutError: If not all ranks start in time.
     """
 
@@ -153,6 +154,7 @@ class Session:
         timeout_seconds: float = TIMEOUT_SECONDS,
         environment: Environment | None = None,
     ) -> None:
+        positive_seconds("timeout_seconds", timeout_seconds)
         self.environment = detect() if environment is None else environment
         self._apart = environment is not None and environment.world_size == 1
         self.timeout_seconds = timeout_seconds

@@ -171,10 +171,15 @@ def test_what_cannot_be_sent_or_started_is_refused() -> None:
     lock = threading.Lock()
     with pytest.raises(ConfigurationError, match="lock"):
         launch(lambda: lock, processes=2, device="cpu")
-    with pytest.raises(ConfigurationError, match="asked for 0"):
-        launch(os.getpid, processes=0)
-    with pytest.raises(ConfigurationError, match="timeout_seconds is 0"):
-        launch(os.getpid, timeout_seconds=0)
+    for processes in (0, 2.5, True):
+        with pytest.raises(ConfigurationError, match=rf"processes is {processes}; it must be a whole number"):
+            launch(os.getpid, processes=processes)  # type: ignore[arg-type]
+    for name in ("timeout_seconds", "grace_seconds"):
+        for seconds in (0, float("nan"), "5"):
+            with pytest.raises(ConfigurationError, match=f"{name} is {seconds!r}"):
+                launch(os.getpid, **{name: seconds})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="3 is no function"):
+        launch(3, processes=2)  # type: ignore[arg-type]
 
 
 def test_ctrl_c_ends_all_ranks_and_says_where_the_run_stood(blocked: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from evener.core.config import choices
 from evener.core.config.exact_bits import check_exact_bits
 from evener.core.config.intervals import Interval
+from evener.core.config.kinds import check_kinds
 from evener.core.config.offload import Offload
 from evener.core.config.option import as_json, option
 from evener.core.config.process_range import processes_of
@@ -338,6 +339,7 @@ class RunConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         for name in ("run_dir", "resume", "weights", "offload_to", "metrics_file"):
             object.__setattr__(self, name, as_path(name, getattr(self, name)))
         if isinstance(self.processes, str):
@@ -377,9 +379,7 @@ class RunConfig:
         check_non_finite(self.non_finite, self.compress)
         check_lean(self.lean, self.non_finite, self.precision, self.exact)
         if self.weights is not None and self.resume is not None and str(self.resume) != AUTO:
-            raise ConfigurationError(
-                "weights and resume exclude each other: a run that goes on has the weights of its checkpoint"
-            )
+            raise ConfigurationError("weights and resume exclude each other: a checkpoint has weights")
 
     def replace(self, **changes: Any) -> RunConfig:
         """Returns a copy with some values changed.

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Collection, Iterable
+from numbers import Real
 from pathlib import Path
 
 from evener.core.config.offload import Offload
@@ -71,9 +72,10 @@ def as_path(name: str, value: str | Path | None) -> Path | None:
     return None if value is None else place_of(name, value)
 
 
-def positive(name: str, value: float | None) -> None:
+def positive(name: str, value: object) -> None:
     """Raises ConfigurationError if ``value`` is not a finite number above 0. Accepts None."""
-    if value is not None and not (math.isfinite(value) and value > 0):
+    number = math.nan if not isinstance(value, Real) else float(value)
+    if value is not None and not 0 < number < math.inf:
         raise ConfigurationError(f"{name} is {value!r}; it must be a finite number above 0")
 
 

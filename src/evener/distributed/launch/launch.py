@@ -20,6 +20,7 @@ import cloudpickle
 
 from evener.core.config.process_range import one_number
 from evener.core.config.time_limit import TIMEOUT_SECONDS
+from evener.core.config.validation import at_least, positive_seconds
 from evener.distributed import loopback
 from evener.distributed.environment import (
     SHARED_CORES,
@@ -72,15 +73,18 @@ def launch(
         one result of ``fn``.
 
     Raises:
-        ConfigurationError: If this machine cannot run so many processes, or ``fn`` cannot be sent to them.
+        ConfigurationError: If this machine cannot run so many processes, ``fn`` is no function or cannot be sent to
+            them, or a time is none.
         RankError: If a rank died, or raised an exception; then the message has its traceback.
         RankTimeoutError: If a rank waited in vain. The message says which rank is missing.
         InterruptedRunError: On SIGINT (Ctrl-C) or SIGTERM, after all ranks have ended. The message says where the run
             was.
         EvenerError: An error of this type that a rank raised, with the rank in its message.
     """
-    if timeout_seconds <= 0:
-        raise ConfigurationError(f"timeout_seconds is {timeout_seconds}; it must be positive")
+    if not callable(fn):
+        raise ConfigurationError(f"{fn!r} is no function: give one, and its arguments after it")
+    positive_seconds("timeout_seconds", timeout_seconds)
+    positive_seconds("grace_seconds", grace_seconds)
     if is_launched():
         return [fn(*args, **kwargs)]
     headcount = processes if isinstance(processes, Headcount) else resolve_processes(processes, device)
@@ -110,6 +114,7 @@ def resolve_processes(processes: int | None, device: str | None) -> Headcount:
     device = kind_taken(device)
     if processes is None:
         return Headcount((default_processes(device),))
+    at_least("processes", processes, 1)
     check_processes(processes, device)
     return Headcount((processes,))
 

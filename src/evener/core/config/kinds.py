@@ -1,0 +1,67 @@
+"""The kind of value that each setting takes, as its annotation says."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from functools import cache
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from evener.errors import ConfigurationError
+
+EXPECTED = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    tuple: "a list of texts",
+    str: "a text",
+    Path: "a path that is not empty",
+}
+"""What a value of each kind is called in messages."""
+
+
+def check_kinds(settings: Any) -> None:
+    """Checks that each value of a ``RunConfig`` is of a kind that its annotation names.
+
+    Otherwise a text such as "no" counts as true, and a text in place of a list as the list of its letters. Numbers of
+    NumPy are numbers, a list may stand for a tuple, and a text for a path.
+
+    Raises:
+        ConfigurationError: With the setting, the value, and what it must be.
+    """
+    own: Any = type(settings)
+    for name, kinds in _kinds_of(own).items():
+        value = getattr(settings, name)
+        if not any(_fits(value, kind) for kind in kinds):
+            raise ConfigurationError(f"{name} is {value!r}; it must be {_expected(name, kinds)}")
+
+
+@cache
+def _kinds_of(settings: type) -> Mapping[str, tuple[Any, ...]]:
+    """Returns the kinds that each field may have: types, and ``tuple[..., ...]``."""
+    hints = typing.get_type_hints(settings)
+    return {name: (hint,) if _is_one(hint) else typing.get_args(hint) for name, hint in hints.items()}
+
+
+def _is_one(hint: Any) -> bool:
+    return isinstance(hint, type) or typing.get_origin(hint) is tuple
+
+
+def _expected(name: str, kinds: tuple[Any, ...]) -> str:
+    plain = [typing.get_origin(kind) or kind for kind in kinds if kind is not type(None)]
+    own = any(kind not in EXPECTED for kind in plain)
+    return f"a text or a {name}" if own else " or ".join(EXPECTED[kind] for kind in plain)
+
+
+def _fits(value: object, kind: Any) -> bool:
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, tuple | list) and all(
+            isinstance(each, typing.get_args(kind)[0]) for each in value
+        )
+    if kind is float:
+        return isinstance(value, Real) and not isinstance(value, bool)
+    if kind is int:  # its own check says more
+        return value is not None
+    return isinstance(value, str | Path) if kind is Path else isinstance(value, kind)
