@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import socket
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -61,6 +64,42 @@ def test_what_a_rank_does_wrong_by_itself_is_no_communication_error(error: BaseE
     assert not is_communication_error(error)
 
 
+def connect_to_nobody() -> None:
+    with socket.socket() as nobody:  # bound, so that nobody else listens there
+        nobody.bind(("127.0.0.1", 0))
+        socket.create_connection(nobody.getsockname())
+
+
+def wait_for_a_key() -> None:
+    dist.HashStore().wait(["missing"], timedelta(milliseconds=1))
+
+
+def caught(act: Callable[[], object]) -> BaseException:
+    try:
+        act()
+    except BaseException as error:
+        return error
+    raise AssertionError
+
+
+def test_errors_of_a_data_set_with_the_words_of_collectives_are_its_own() -> None:
+    """The same words are in errors of what connects ranks, and of what reads samples over a network."""
+    assert is_communication_error(caught(wait_for_a_key))
+    assert not is_communication_error(caught(connect_to_nobody))
+    for own in (RuntimeError("DataLoader timed out after 3 seconds"), TimeoutError("timed out")):
+        assert not is_communication_error(raised(own))
+
+
+def test_an_error_that_follows_from_a_lost_rank_is_no_rank_s_own() -> None:
+    def wait_and_say() -> None:
+        try:
+            wait_for_a_key()
+        except RuntimeError as error:
+            raise RuntimeError("a timeout of the store") from error
+
+    assert is_communication_error(caught(wait_and_say))
+
+
 def test_a_late_rank_and_a_lost_one_are_told_apart() -> None:
     assert is_timeout(RuntimeError("Timed out waiting 5000ms for recv operation"))
     assert not is_timeout(RuntimeError("Connection closed by peer"))
@@ -68,7 +107,7 @@ def test_a_late_rank_and_a_lost_one_are_told_apart() -> None:
 
 def test_the_cause_goes_before_what_followed_from_it_however_early_that_was() -> None:
     consequences = [
-        failure_of(raised(RuntimeError("Connection closed by peer")), 0),
+        failure_of(RuntimeError("Connection closed by peer"), 0),
         failure_of(raised(InterruptedRunError("stopped", 15)), 3),
         Failure(4, "ended", "was ended", time=0.0),
     ]

@@ -15,6 +15,7 @@ from evener.core.phase_marks import process_watchdogs
 from evener.distributed.environment import Environment
 from evener.distributed.session import Session, agent_watchdog, current_watchdog, threads_per_rank
 from evener.errors import ConfigurationError, RankError, RankTimeoutError
+from tests.cpp_errors import throw
 
 
 def exchange_numbers() -> dict[str, Any]:
@@ -52,7 +53,9 @@ def explain_a_lost_connection() -> str:
             return ""
         try:
             with session.watchdog.wait("all-reduce", step=41):
-                raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3")
+                throw(
+                    RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3")
+                )
         except RankError as error:
             return str(error)
         finally:

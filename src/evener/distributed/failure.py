@@ -8,6 +8,7 @@ fields. The launcher then picks the failure that is the cause of the others.
 from __future__ import annotations
 
 import base64
+import dis
 import json
 import os
 import pickle
@@ -42,6 +43,8 @@ _COMMUNICATION = re.compile(
     r"|no route to host|failed to (recv|send)|store",
     re.IGNORECASE,
 )
+_BETWEEN_RANKS = (str(Path(__file__).parents[1]), os.path.join("torch", "distributed"))
+"""Parts of the paths of files that connect ranks: Evener's own, and PyTorch's."""
 _LONGEST_PICKLE = 100_000
 """Most characters of a pickled error. A larger error is passed on as text only."""
 _TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
@@ -117,11 +120,34 @@ def may_be_replaced(failures: Sequence[Failure]) -> bool:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Returns True if a collective, a store or a socket raised ``error`` because of another rank."""
+    """Returns True if a collective, a store or a socket raised ``error`` because of another rank.
+
+    A data set that reads over a network, or a DataLoader with a time limit, raises errors with the same words.
+    """
     if isinstance(error, EvenerError):
         return isinstance(error, RankError | RankTimeoutError)
     is_theirs = isinstance(error, RuntimeError | ConnectionError | TimeoutError)
-    return is_theirs and _COMMUNICATION.search(said(error)) is not None and not shortage_message()
+    if not is_theirs or _COMMUNICATION.search(said(error)) is None or shortage_message():
+        return False
+    before = error.__cause__ or error.__context__
+    return _is_raised_between_ranks(error) or (before is not None and is_communication_error(before))
+
+
+def _is_raised_between_ranks(error: BaseException) -> bool:
+    """Returns True if code that connects ranks may have raised ``error``: PyTorch's, in C++ or Python, or Evener's.
+
+    C++ raises a RuntimeError in the frame that called it, so there no ``raise`` statement stands at the end of the
+    traceback. Python's sockets raise an OSError, and connect no ranks. Also True if there is no traceback.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return True
+    code = trace.tb_frame.f_code
+    if any(part in code.co_filename for part in _BETWEEN_RANKS):
+        return True
+    return code.co_code[trace.tb_lasti] != dis.opmap["RAISE_VARARGS"] and not isinstance(error, OSError)
 
 
 def is_timeout(error: BaseException) -> bool:

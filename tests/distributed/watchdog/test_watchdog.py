@@ -16,6 +16,7 @@ from evener.distributed.watchdog.peers import absent
 from evener.distributed.watchdog.store_timeout import LimitedStore
 from evener.distributed.watchdog.watchdog import BACKSTOP_SECONDS, Phase, Watchdog, backstop
 from evener.errors import ConfigurationError, RankError, RankTimeoutError
+from tests.cpp_errors import throw
 
 
 @pytest.fixture
@@ -72,9 +73,9 @@ def test_a_phase_ends_with_its_exception(watchdog: Watchdog) -> None:
 
 def test_communication_errors_leave_a_wait_explained(watchdog: Watchdog) -> None:
     with pytest.raises(RankError, match="rank 0 lost other ranks in barrier"), watchdog.wait("barrier"):
-        raise RuntimeError("Connection closed by peer")
+        throw(RuntimeError("Connection closed by peer"))
     with pytest.raises(RankTimeoutError, match="5000ms"), watchdog.explained():
-        raise RuntimeError("Timed out waiting 5000ms for recv operation to complete")
+        throw(RuntimeError("Timed out waiting 5000ms for recv operation to complete"))
 
 
 def test_honest_work_lets_errors_through(watchdog: Watchdog) -> None:
