@@ -124,15 +124,21 @@ def examine(
     return EvaluationResult(_named_values(values), sum(count for count, _ in all_parts), ordered)
 
 
-def try_evaluation(learner: Learner, dataset: Dataset[Any], options: EvaluationOptions) -> None:
+def try_evaluation(
+    learner: Learner, dataset: Dataset[Any], options: EvaluationOptions
+) -> Mapping[str, float]:
     """Evaluates the first batch, so that what is wrong with a metric or the evaluation set is found before training,
     and not after an epoch of it. A collective call.
 
     A stream is left alone, because it may not begin anew.
+
+    Returns:
+        The metrics of the batch; none of a stream.
     """
-    if not isinstance(dataset, IterableDataset):
-        with all_kept(learner.session.device), forward_state_kept(learner.model):
-            examine(learner, dataset, replace(options, workers=0), batches=1)
+    if isinstance(dataset, IterableDataset):
+        return {}
+    with all_kept(learner.session.device), forward_state_kept(learner.model):
+        return examine(learner, dataset, replace(options, workers=0), batches=1).metrics
 
 
 def examine_both(learner: Learner, dataset: Dataset[Any], options: EvaluationOptions) -> EvaluationResult:

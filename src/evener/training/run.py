@@ -230,7 +230,7 @@ class Run:
             Saving(engine, self._config, run_dir / CHECKPOINTS, stop, self._best, **kept) if run_dir else None
         )
         stopping, progress = Stopping(engine), engine.progress
-        self._try_evaluation()
+        self._try_evaluation(saving)
         if progress.epoch and not progress.position and not self._is_evaluated():
             self._evaluate(saving, progress.epoch - 1)  # the run ended before or during the evaluation
             if saving is not None:
@@ -270,12 +270,14 @@ class Run:
         if saving is not None:
             saving.followed()
 
-    def _try_evaluation(self) -> None:
+    def _try_evaluation(self, saving: Saving | None) -> None:
         """Evaluates one batch before the first step. Ranks that take over what others had in memory do not."""
         engine, dataset = self._engine, self._task.evaluate
         if dataset is not None and not engine.progress.steps:
             with self._session.watchdog.phase("trial of the evaluation", step=0):
-                try_evaluation(engine.learner, dataset, engine.feed.evaluation_options(0))
+                metrics = try_evaluation(engine.learner, dataset, engine.feed.evaluation_options(0))
+            if saving is not None and metrics:
+                saving.check_best(metrics)
 
     def _evaluate(self, saving: Saving | None, epoch: int | None = None) -> None:
         """Evaluates after ``epoch`` if ``evaluate_every`` says so. Always evaluates if ``epoch`` is None, at the end of

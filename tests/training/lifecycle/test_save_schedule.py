@@ -158,6 +158,12 @@ def test_a_best_that_cannot_be(tmp_path: Path, metric: str, words: str) -> None:
         alone(run_dir=tmp_path, keep_best=metric)
 
 
+def test_a_best_that_is_misspelt_is_told_before_training(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="keep_best is 'los'; the metrics are loss"):
+        alone(run_dir=tmp_path, keep_best="los")
+    assert '"kind": "step"' not in (tmp_path / "records.jsonl").read_text()
+
+
 def test_a_best_of_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="nothing to evaluate on"):
         alone(lambda: tasks._task(evaluate=None), run_dir=tmp_path, keep_best="loss")

@@ -254,6 +254,15 @@ class Saving:
                 found = folder.name_of(steps), best.metric, metrics[best.metric]
                 self._bearing(lambda: evaluated.mark_best(self._directory, *found))
 
+    def check_best(self, metrics: Mapping[str, float]) -> None:
+        """Checks that the metric that decides is among those of an evaluation.
+
+        Raises:
+            ConfigurationError: If it is not.
+        """
+        if self._best.metric and not self._is_awaited(self._best.metric, metrics):
+            self._best.is_better(metrics)
+
     def _is_awaited(self, metric: str, metrics: Mapping[str, float]) -> bool:
         """Returns True for a metric of the average of the weights, as long as there is no average."""
         average = self._engine.learner.average
