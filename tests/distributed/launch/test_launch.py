@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from evener.components.determinism import fixed_threads
 from evener.distributed.launch.launch import launch
-from evener.distributed.session import Session
+from evener.distributed.session import RUN_DIR, Session
 from evener.errors import ConfigurationError, InterruptedRunError, RankError, RankTimeoutError
 from tests.distributed.processes import await_death, await_files, call, end, run, start_script
 
@@ -180,6 +181,27 @@ def test_what_cannot_be_sent_or_started_is_refused() -> None:
                 launch(os.getpid, **{name: seconds})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="3 is no function"):
         launch(3, processes=2)  # type: ignore[arg-type]
+
+
+def test_a_process_that_a_rank_forks_ends_for_itself(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its error is shown, and is not that of the rank; what it returns is not the result of the rank."""
+
+    def fork() -> list[int]:
+        statuses = []
+        for act in ("raise", "exit", "return"):
+            child = os.fork()
+            if child == 0 and act == "raise":
+                raise ValueError("in the child")
+            if child == 0 and act == "exit":
+                sys.exit(5)
+            if child == 0:
+                return []
+            statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        written = Path(os.environ[RUN_DIR], f"result-{os.environ['LOCAL_RANK']}").exists()
+        return [*statuses, written]
+
+    assert launch(fork, processes=2, device="cpu") == [[1, 5, 0, False]] * 2
+    assert capfd.readouterr().err.count("ValueError: in the child") == 2
 
 
 def test_ctrl_c_ends_all_ranks_and_says_where_the_run_stood(blocked: Any) -> None:

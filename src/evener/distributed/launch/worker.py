@@ -95,7 +95,7 @@ def main(run_dir: str) -> None:
     record_crash(Path(run_dir) / f"crash-{environment.rank}")
     enforce(_record_interruption)
     (Path(run_dir) / f"result-{environment.local_rank}").unlink(missing_ok=True)  # of an earlier start
-    status, works_on = 1, False
+    status, works_on, process = 1, False, os.getpid()
     try:
         job = job_in(Path(run_dir))
         gc.freeze()  # what was imported: a later collection, also in the middle of a step, has little to go through
@@ -105,11 +105,13 @@ def main(run_dir: str) -> None:
             guard()
         with job.signals():
             result = job.run()
-        _write_result(Path(run_dir) / f"result-{detect().local_rank}", result)
+        if os.getpid() == process:
+            _write_result(Path(run_dir) / f"result-{detect().local_rank}", result)
         status, works_on = 0, job.works_on
     except BaseException as error:
-        status = _status_of(error, detect().rank)  # its number may have changed
-    _leave(status, works_on)
+        rank = detect().rank  # it may have changed
+        status = _status_of(error, rank) if os.getpid() == process else _status_of_child(error)
+    _leave(status, works_on, is_rank=os.getpid() == process)
 
 
 def job_in(run_dir: Path) -> Job:
@@ -143,6 +145,17 @@ def _status_of(error: BaseException, rank: int) -> int:
     return record_failure(error, rank).exit_status
 
 
+def _status_of_child(error: BaseException) -> int:
+    """Shows the error of a process that the job has forked, as Python does. It is not the rank, and ends for itself."""
+    if not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    if isinstance(error.code, int | None):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
+
+
 def _record_interruption(number: int) -> None:
     record_failure(InterruptedRunError(interruption(number, progress()), number), detect().rank)
 
@@ -157,7 +170,7 @@ def _write_result(path: Path, result: Any) -> None:
         ) from error
 
 
-def _leave(status: int, works_on: bool) -> None:
+def _leave(status: int, works_on: bool, is_rank: bool) -> None:
     """Ends the process like a normal Python exit, except that C++ objects are not destroyed.
 
     After a failure the exit takes at most `GRACE_SECONDS`, even if threads or ``atexit`` functions do not end.
@@ -167,7 +180,7 @@ def _leave(status: int, works_on: bool) -> None:
         timer.daemon = True
         timer.start()
     watchdog = current_watchdog()
-    if watchdog is not None:
+    if watchdog is not None and is_rank:
         watchdog.close(status, works_on)
     with suppress(BaseException):
         interpreter.join_threads()
