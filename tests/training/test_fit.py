@@ -280,6 +280,11 @@ def test_what_cannot_work_is_found_before_ranks_are_started() -> None:
         ({"processes": 2, "balance": "uneven"}, ShareError, "uneven"),
         ({"processes": 999, "device": "cuda"}, ConfigurationError, "999"),
         ({"processes": 0}, ConfigurationError, "processes is 0"),
+        (
+            {"keep_best": "loss"},
+            ConfigurationError,
+            "keep_best='loss' keeps a checkpoint in the run directory",
+        ),
     ):
         with pytest.raises(error, match=words) as caught:
             fit("digits", **settings)  # type: ignore[arg-type]

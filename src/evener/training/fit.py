@@ -95,6 +95,11 @@ def fit(
     config = (config or RunConfig()).replace(**settings)
     resolve(task, BUILT_IN, options)
     config, run_home = resolved(config), run_home.absolute() if run_home is not None else None
+    if config.keep_best is not None and config.run_dir is None and run_home is None:
+        raise ConfigurationError(
+            f"keep_best={config.keep_best!r} keeps a checkpoint in the run directory, and the run has none: name one "
+            "with run_dir"
+        )
     headcount = headcount_of(config, rendezvous) or Headcount((check_plan(config, rendezvous),))
     check_elsewhere(config)
     if (
