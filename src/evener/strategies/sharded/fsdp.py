@@ -50,8 +50,8 @@ from evener.strategies.sharded.fsdp_needs import (
     check_layers,
     check_types,
     device_mesh,
+    outputs_shown,
     refusal_explained,
-    without_views,
 )
 from evener.strategies.sharded.ownership import chunks
 from evener.strategies.sharded.sharded_reads import reads_explained
@@ -129,8 +129,7 @@ class Fsdp(Strategy):
         scalars = {parameter for parameter in model.parameters() if not parameter.ndim}
         units = units_of(model, self.wrap)
         for name, unit in [*reversed(units.items()), ("", model)]:
-            unit.register_forward_hook(without_views)
-            with refusal_explained(name or "the model"):
+            with refusal_explained(name or "the model"), outputs_shown(unit):
                 fully_shard(
                     unit,
                     mesh=over,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from evener.data.batch import map_leaves
+from evener.data.batch import map_leaves, named_leaves
 from evener.errors import TaskError
 from evener.torch_internals.autograd import is_view
 
@@ -48,9 +48,32 @@ def check_types(model: nn.Module) -> None:
         )
 
 
-def without_views(_: nn.Module, __: Any, output: Any) -> Any:
-    """Clones outputs that are views: a later in-place write to a view would drop the hook that FSDP2 puts on it."""
-    return map_leaves(lambda leaf: leaf.clone() if _is_traced_view(leaf) else leaf, output)
+@contextmanager
+def outputs_shown(unit: nn.Module) -> Iterator[None]:
+    """Context in which FSDP2 takes over ``unit``, and gets outputs in which it finds every tensor to hook on."""
+    unit.register_forward_hook(_shown)
+    yield
+    unit.register_forward_hook(_returned)
+
+
+class _Shown(NamedTuple):
+    """An output, and the tensors in it."""
+
+    output: Any
+    tensors: tuple[Tensor, ...]
+
+
+def _shown(_: nn.Module, __: Any, output: Any) -> Any:
+    """Clones outputs that are views: a later in-place write to a view would drop the hook that FSDP2 puts on it. Lists
+    the tensors of an object, as of a class derived from dict, in which FSDP2 of torch 2.11 finds none."""
+    found = map_leaves(lambda leaf: leaf.clone() if _is_traced_view(leaf) else leaf, output)
+    if isinstance(found, Tensor) or type(found) in (tuple, list, dict):
+        return found
+    return _Shown(found, tuple(each for _, each in named_leaves(found, "") if isinstance(each, Tensor)))
+
+
+def _returned(_: nn.Module, __: Any, output: Any) -> Any:
+    return output.output if isinstance(output, _Shown) else output
 
 
 def _is_traced_view(leaf: Any) -> bool:
