@@ -58,6 +58,9 @@ def sent_as_one(tensors: Sequence[Tensor], send: Callable[[Tensor], Any]) -> Non
         tensor.copy_(part.view_as(tensor))
 
 
-def broadcast_together(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int, nbytes: int) -> None:
-    """Broadcasts the tensors of rank ``source`` of ``group``, in buckets. All ranks must call this together."""
+def broadcast_together(
+    tensors: Iterable[Tensor], group: dist.ProcessGroup | None, source: int, nbytes: int
+) -> None:
+    """Broadcasts the tensors of rank ``source`` of ``group``, in buckets; None for all ranks. All ranks must call this
+    together."""
     sent_in_buckets(tensors, partial(dist.broadcast, group=group, group_src=source), nbytes)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from evener.collectives.sparse import is_native, sum_gathered
 from evener.components import gradients
-from evener.components.coalesce import sent_in_buckets
+from evener.components.coalesce import broadcast_together, sent_in_buckets
 from evener.components.sharded_tensor.shard_spec import slice_over
 from evener.core.half_precision import added_in_float32
 from evener.distributed.mesh import DIVIDING_TERMS
@@ -146,6 +146,8 @@ class PipelineGradSync(SynchronizerAround):
     def share_buffers(self, buffers: Sequence[Tensor], part: int) -> None:
         self._inner.share_buffers(buffers, part)
         source = {id(b): min(self._owners.get(n, {0})) for n, b in self._learner.model.named_buffers()}
-        with waiting():
-            for buffer in buffers:
-                dist.broadcast(buffer, group=self._group, group_src=source.get(id(buffer), 0))
+        of_owners: dict[int, list[Tensor]] = {}
+        for buffer in buffers:
+            of_owners.setdefault(source.get(id(buffer), 0), []).append(buffer)
+        for owner, held in of_owners.items():
+            broadcast_together(held, self._group, owner, self._learner.settings.bucket_nbytes)
