@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evener
+from evener.training.prepare.loss_arguments import Entries
 from evener.training.prepare.loss_kind import LossKind, way_of
 from tests.training.prepare.running import divided, with_settings
 
@@ -404,6 +405,22 @@ def test_a_function_of_sums_is_not_computed_from_the_rows_of_all() -> None:
     assert found[contrastive] is LossKind.WHOLE
     assert way_of(words, (outputs.detach().float(), y), {}) is LossKind.SUMS
     assert way_of(words, (outputs[:1], y[:1]), {}) is LossKind.SUMS
+
+
+@pytest.mark.parametrize(
+    "length", [len, Tensor.numel, lambda label: label.size(0), lambda label: label.shape[0]]
+)
+def test_lengths_of_the_entries_may_be_asked_for_one_by_one(length: Callable[[Tensor], int]) -> None:
+    """Of lists, as labels of a connectionist temporal classification are."""
+
+    def spoken(o: Tensor, labels: list[Tensor]) -> Tensor:
+        lengths = torch.tensor([length(label) for label in labels])
+        frames = torch.full((len(o),), o.shape[1])
+        return F.ctc_loss(o.transpose(0, 1), torch.cat(list(labels)), frames, lengths)
+
+    outputs = torch.randn(6, 9, 5).log_softmax(-1).requires_grad_()
+    labels = [torch.randint(1, 5, (n,)) for n in (1, 3, 2, 4, 1, 2)]
+    assert way_of(spoken, (outputs, Entries(labels)), {}) is LossKind.SUMS
 
 
 def test_trying_a_function_leaves_generators_and_its_own_numbers_alone() -> None:
