@@ -219,6 +219,19 @@ def test_a_gradient_that_is_rounding_alone_is_judged_absolutely() -> None:
         ("in /tmp/a", ["in /tmp/b"], "in /tmp/c", False),
         ("1e-05 nan", ["1e-05 nan"], "1e-05 nan", False),
         ("x1 -0.25", ["x1 -0.25"], "x2 -0.25", True),
+        ("[23:59:58] loss 0.5", ["[23:59:58] loss 0.5"], "[00:00:07] loss 0.5", False),
+        ("2026-11-27 09:59:58,431 1.5", ["2026-11-27 09:59:58,432 1.5"], "2026-11-28 10:00:07,220 2.5", True),
+        ("in runs/20261127_235958", ["in runs/20261127_235958"], "in runs/20261128_000007", False),
+        ("step 3:12.5", ["step 3:12.5"], "step 3:17.5", True),
+        (f"mean {1 + 2 * EPS}", [f"mean {1 + 2 * EPS}"], f"mean {1 + 8 * EPS}", False),
+        (
+            "(0.5, grad_fn=<AddBackward0>)",
+            ["(0.5, grad_fn=<AddBackward0>)"],
+            "(0.5, grad_fn=<Joined>)",
+            False,
+        ),
+        ("right 1000000", ["right 1000000"], "right 1000001", True),
+        ("tensor([ 0.5000, -0.0000])", ["tensor([ 0.5000, -0.0000])"], "tensor([0.5000, 0.0000])", False),
     ],
 )
 def test_numbers_that_are_printed(reference: str, others: list[str], text: str, differs: bool) -> None:
@@ -231,6 +244,7 @@ def test_lines_are_remembered_with_their_place() -> None:
     print("one", 2, file=output)
     print("three", end="", file=output)
     print("\n\n", end="", file=output)
+    output.reconfigure(line_buffering=True, encoding="utf-8")
     output.write("half")
     output.finish()
     assert [(each.text, each.line.number, each.event) for each in output.printed] == [

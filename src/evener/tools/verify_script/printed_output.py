@@ -12,14 +12,19 @@ from evener.tools.verify.comparison import LIMIT
 from evener.tools.verify_script.events import Printed, ScriptLine
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?")
+_TIME_OF_DAY = re.compile(
+    r"\b\d{4}[-/]\d\d[-/]\d\d\b|\b20\d{6}[-_T]?\d{4,6}\b"  # a date, or both in the name of a directory
+    r"|(?<![\w.:])\d{1,2}:\d\d(?::\d\d(?:[.,]\d+)?)?(?![\w:]|\.\d)"
+)
+_GRAPH = re.compile(r"grad_fn=<[^>]*>")
 _MOST = 100_000
 """Largest number of lines that are recorded."""
 _ROUNDING = 1.01
 """Largest difference of numbers that printing explains, in units of the last printed digit."""
 
 
-class Listening(io.TextIOBase):
-    """A standard output that records lines instead of showing them.
+class Listening(io.TextIOWrapper):
+    """A standard output that records lines instead of showing them. What is written to its ``buffer`` is discarded.
 
     Args:
         here: Returns the line of the script that prints.
@@ -27,13 +32,10 @@ class Listening(io.TextIOBase):
     """
 
     def __init__(self, here: Callable[[], ScriptLine], event: Callable[[], int]) -> None:
-        super().__init__()
+        super().__init__(io.BytesIO(), encoding="utf-8")
         self._here, self._event = here, event
         self._pending: Printed | None = None
         self.printed: list[Printed] = []
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, text: str) -> int:
         for piece in re.split(r"(?<=[\n\r])", text):
@@ -66,7 +68,8 @@ class Number(NamedTuple):
 class OutputComparison:
     """Compares a text with what one device printed. Calling it returns True if the texts differ.
 
-    Numbers that vary between runs on one device, such as times, are ignored. So is the number of ranks.
+    Numbers that vary between runs on one device, such as times, are ignored. So are dates, times of the day, names of
+    autograd nodes, spaces, and the number of ranks.
 
     Args:
         reference: Text that one device printed.
@@ -77,7 +80,7 @@ class OutputComparison:
 
     def __init__(self, reference: str, disturbed: Sequence[str], eps: float, ranks: int) -> None:
         self._words, self._numbers = _parted(reference)
-        self._ranks, self._rough = ranks, math.sqrt(eps)
+        self._ranks, self._eps = ranks, eps
         others = [_parted(text) for text in disturbed]
         self._is_settled = all(words == self._words for words, _ in others)
         self._floors = [
@@ -93,15 +96,20 @@ class OutputComparison:
 
     def _apart(self, a: Number, b: Number, floor: float) -> bool:
         is_of_ranks = a.value == 1 and b.value == self._ranks
-        is_of_chance = floor > self._rough * abs(a.value) + a.resolution
+        is_of_chance = floor > math.sqrt(self._eps) * abs(a.value) + a.resolution
         if a.value == b.value or is_of_ranks or is_of_chance:
             return False
+        floor = max(floor, self._eps * abs(a.value) if a.resolution else 0.0)
         return abs(a.value - b.value) > _ROUNDING * max(a.resolution, b.resolution) + LIMIT * floor
 
 
 def _parted(text: str) -> tuple[list[str], list[Number]]:
-    """Splits a text into the words between the numbers, and the numbers."""
-    return _NUMBER.split(text), [_number(found) for found in _NUMBER.findall(text)]
+    """Splits a text into the words between the numbers, and the numbers. Dates and times of the day are words, all
+    alike, and so are names of autograd nodes in the text of a tensor.
+    """
+    text = _GRAPH.sub("grad_fn", _TIME_OF_DAY.sub("(time)", text))
+    words = ["".join(word.split()) for word in _NUMBER.split(text)]  # spaces align numbers of other lengths
+    return words, [_number(found) for found in _NUMBER.findall(text)]
 
 
 def _number(text: str) -> Number:
