@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -251,6 +252,21 @@ def test_lines_are_remembered_with_their_place() -> None:
         ("one 2", 1, 5),
         ("three", 2, 5),
         ("half", 4, 5),
+    ]
+
+
+def test_what_the_script_logs_is_remembered() -> None:
+    output = Listening(lambda: ScriptLine(FILE, 1), lambda: 5)
+    logger = logging.Logger("of the script")
+    with output.logged(lambda file: file == __file__):
+        logger.info("right %d of %d", 17, 20)
+        logger.info("right %d", "of no number")
+    with output.logged(lambda file: file != __file__):
+        logger.info("of a library")
+    logger.info("afterwards")
+    assert [(each.text, each.line.source[:12], each.event) for each in output.printed] == [
+        ("right 17 of 20", "logger.info(", 5),
+        ("right %d", "logger.info(", 5),
     ]
 
 

@@ -1,12 +1,14 @@
-"""Records what a script prints, as lines with their place in the script, and compares the numbers in them."""
+"""Records what a script prints and logs, as lines with their place in the script, and compares the numbers in them."""
 
 from __future__ import annotations
 
 import io
+import logging
 import math
 import re
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from evener.tools.verify.comparison import LIMIT
 from evener.tools.verify_script.events import Printed, ScriptLine
@@ -55,6 +57,35 @@ class Listening(io.TextIOWrapper):
         if self._pending is not None and self._pending.text.strip() and len(self.printed) < _MOST:
             self.printed.append(self._pending)
         self._pending = None
+
+    @contextmanager
+    def logged(self, is_own: Callable[[str], bool]) -> Iterator[None]:
+        """Also records the messages that the user's code gives to :mod:`logging`, wherever they are sent.
+
+        Args:
+            is_own: Returns True if a file is the user's own code.
+        """
+        before = logging.getLogRecordFactory()
+
+        def made(*args: Any, **kwargs: Any) -> logging.LogRecord:
+            record = before(*args, **kwargs)
+            if is_own(record.pathname) and len(self.printed) < _MOST:
+                line = ScriptLine(record.pathname, record.lineno)
+                self.printed.append(Printed(_message(record), line, self._event()))
+            return record
+
+        logging.setLogRecordFactory(made)
+        try:
+            yield
+        finally:
+            logging.setLogRecordFactory(before)
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except (TypeError, ValueError):  # wrong arguments, which logging reports itself
+        return str(record.msg)
 
 
 class Number(NamedTuple):

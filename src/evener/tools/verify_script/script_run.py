@@ -143,6 +143,7 @@ def record_script(script: ScriptCommand, plans: list[RunPlan], directory: str = 
         place = directory or str(stack.enter_context(workplace()))
         stack.enter_context(_as_a_program(script, place, plan.alone))
         stack.enter_context(redirect_stdout(output))
+        stack.enter_context(output.logged(lines.is_own))
         if plan.disturbed:
             stack.enter_context(_disturbed_surroundings(lines))
         stack.enter_context(watching(recorder))
