@@ -10,6 +10,8 @@
 - ``Module._forward_hooks``, ``_forward_pre_hooks``, ``_backward_hooks`` and ``_backward_pre_hooks`` hold the hooks of a
   module, and ``_has_any_global_hook`` tells whether all modules have any. There is no public way to ask. A replayed
   CUDA graph would silently leave them out.
+- ``Module._call_impl`` is what calling a module comes to: its hooks around its ``forward``. Where a module is not
+  called, because another rank has its weights, its hooks must not run either. There is no public place around both.
 - ``_orig_mod``, ``_checkpoint_wrapped_module`` and ``_fsdp_wrapped_module`` are attributes in which ``torch.compile``
   and other wrappers hold the wrapped module. They become part of the names of parameters. They have no public name, and
   ``torch.distributed.checkpoint.state_dict`` removes them only for state dicts.
@@ -38,6 +40,7 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
 __all__ = [
+    "CALLED",
     "COMPILED",
     "HOLDERS",
     "WRAPPERS",
@@ -48,12 +51,15 @@ __all__ = [
     "compiled_from",
     "dataset_of",
     "default_collate_fn_map",
+    "has_backward_hooks",
     "has_hooks",
     "own_buffers",
     "own_parameters",
     "parametrized_anew",
 ]
 
+CALLED = "_call_impl"
+"""Method of a module that runs its hooks and ``forward``; an attribute of this name takes its place."""
 COMPILED = "_orig_mod"
 HOLDERS = ("_parameters", "_buffers", "_modules")
 """Attributes of a module with what is found as if it were an attribute of its own."""
@@ -80,6 +86,11 @@ def has_hooks(module: nn.Module) -> bool:
     """Returns True if calls of the module or their gradients have hooks, of its own or of all modules."""
     own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(own) or bool(modules._has_any_global_hook())  # type: ignore[no-untyped-call]
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Returns True if the module has hooks for the gradients of its inputs or outputs."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def compiled_from(model: nn.Module) -> nn.Module | None:

@@ -170,6 +170,23 @@ def test_a_trial_leaves_the_model_as_it_was(device: str) -> None:
     assert torch.equal(drawn, torch.get_rng_state()), "the weights of the run are drawn as without it"
 
 
+def test_hooks_of_a_module_run_where_it_is_called() -> None:
+    model, forward = staged(in_turn, "blocks.2")
+    ran: list[int] = []
+    for number, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, number=number: ran.append(number))
+        block.register_forward_hook(lambda module, given, found: found * 2)
+        block.register_full_backward_hook(lambda module, to, came: tuple(each * 0.5 for each in to))
+    x = torch.randn(5, SIZE, requires_grad=True)
+    model(x).square().sum().backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    ran.clear()
+    through(model, forward, x).square().sum().backward()
+    assert ran == [0, 1, 2, 3]
+    torch.testing.assert_close({name: p.grad for name, p in model.named_parameters()}, expected)
+
+
 # What is refused
 
 

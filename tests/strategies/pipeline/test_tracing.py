@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from evener.strategies.pipeline.stage_code import function_of
 from evener.strategies.pipeline.stages import Stages
-from evener.strategies.pipeline.tracing import read_both
+from evener.strategies.pipeline.tracing import opened_in, read_both
 
 
 class Reversed(torch.autograd.Function):
@@ -89,3 +89,9 @@ def test_a_function_without_gradients_stays_so() -> None:
     model, x = Without(), torch.randn(4, 3)
     one_stage(model, x)(model, x).sum().backward()
     assert [parameter.grad is None for parameter in model.parameters()] == [True, True, False, False]
+
+
+def test_a_module_whose_gradients_have_hooks_is_one_call() -> None:
+    model = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2))
+    model[1].register_full_backward_hook(lambda module, to, came: None)
+    assert opened_in(model, ()) == {"", "0"}

@@ -1,6 +1,7 @@
 """Intercepts calls of a model's modules while the model's own code runs around them.
 
-Only outermost calls are intercepted, not those that a module makes inside::
+Only outermost calls are intercepted, not those that a module makes inside. The hooks of a module are part of its call:
+they run where the answer makes the call, and nowhere else::
 
     model.forward ─▶ its code ─▶ blocks.0(x) ─▶ answer("blocks.0", forward, (x,), {}) ─▶ its code goes on
 """
@@ -13,8 +14,12 @@ from typing import Any
 
 from torch import nn
 
+from evener.torch_internals.modules import CALLED
+
 Answer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Gets the name of the module, its own ``forward`` and the arguments. Returns the result of the call."""
+"""Gets the name of the module, what makes the call, its hooks included, and the arguments. Returns the result."""
+_REPLACED = (CALLED, "forward")
+"""Methods of a module that are intercepted. Code may also call ``forward`` itself, without hooks."""
 
 
 def leaves_of(model: nn.Module, opened: Iterable[str]) -> tuple[str, ...]:
@@ -26,19 +31,21 @@ def leaves_of(model: nn.Module, opened: Iterable[str]) -> tuple[str, ...]:
 
 @contextmanager
 def answered(leaves: Mapping[str, nn.Module], answer: Answer) -> Iterator[None]:
-    """Calls ``answer`` in place of the ``forward`` of each of these modules, inside the block."""
+    """Calls ``answer`` in place of calls of these modules, inside the block."""
     desk = _Desk(answer)
-    before = [(vars(leaf), vars(leaf).get("forward")) for leaf in leaves.values()]
-    for name, leaf in leaves.items():
-        vars(leaf)["forward"] = _Asking(desk, name, leaf.forward)
+    places = [(vars(leaf), key) for leaf in leaves.values() for key in _REPLACED]
+    before = [held.get(key) for held, key in places]
+    made = [_Asking(desk, name, getattr(leaf, key)) for name, leaf in leaves.items() for key in _REPLACED]
+    for (held, key), asking in zip(places, made, strict=True):
+        held[key] = asking
     try:
         yield
     finally:
-        for held, forward in before:
-            if forward is None:
-                del held["forward"]
+        for (held, key), was in zip(places, before, strict=True):
+            if was is None:
+                del held[key]
             else:
-                held["forward"] = forward
+                held[key] = was
 
 
 class _Desk:
@@ -49,7 +56,7 @@ class _Desk:
 
 
 class _Asking:
-    """Replacement of the ``forward`` of a module."""
+    """Replacement of a method that makes the call of a module."""
 
     def __init__(self, desk: _Desk, name: str, forward: Callable[..., Any]) -> None:
         self._desk, self._name, self._forward = desk, name, forward

@@ -33,6 +33,7 @@ from evener.components.modes import modes_kept
 from evener.errors import TaskError
 from evener.strategies.pipeline.side_effects import OnlyProxies, nothing_changed, nothing_drawn, places_of
 from evener.torch_internals.autograd import GradientMode, applied
+from evener.torch_internals.modules import has_backward_hooks
 
 Arguments = Mapping[str, Any]
 """Arguments of ``forward``, by parameter name."""
@@ -156,9 +157,12 @@ def opened_in(model: nn.Module, named: Sequence[str]) -> frozenset[str]:
 
 
 def _lists_of(module: nn.Module, path: str) -> Iterator[str]:
-    """Yields the lists of blocks in ``module`` and the modules around these, but not the blocks."""
+    """Yields the lists of blocks in ``module`` and the modules around these, but not the blocks. A module whose
+    gradients have hooks is a block: only the rank that makes all of its call has these gradients."""
     for name, child in module.named_children():
         below = f"{path}.{name}" if path else name
+        if has_backward_hooks(child):
+            continue
         if isinstance(child, _LISTS) or _is_around(child, module):
             yield below
             yield from _lists_of(child, below)
