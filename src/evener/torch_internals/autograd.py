@@ -25,6 +25,9 @@
 - ``torch._C._set_grad_enabled`` is what ``torch.no_grad`` and ``torch.enable_grad`` call. ``apply`` of an
   ``autograd.Function`` turns gradients off in C++ while ``forward`` runs, so that ``torch.is_grad_enabled()`` does not
   tell there whether the caller has them. A mode for functions sees the one and not the other.
+- ``_top_saved_tensors_default_hooks`` returns the innermost ``saved_tensors_hooks`` that are in force, and
+  ``torch.utils.checkpoint._checkpoint_hook`` is what ``checkpoint(..., use_reentrant=False)`` enters around code that
+  backward runs again. There is no public way to see that code runs inside either.
 - ``torch.distributed.pipelining._backward`` splits backward into the part for a stage's inputs and the part for its
   weights, which zero-bubble schedules need. The public way is the runtime of a whole schedule, which needs
   micro-batches of one shape. The module is imported at the first backward, because importing torch's compiler with it
@@ -47,9 +50,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, _SingleLevelFunction
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge, _engine_run_backward, saved_tensors_hooks
 from torch.autograd.variable import Variable
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 T = TypeVar("T", bound=Tensor)
@@ -217,6 +221,31 @@ def function_around() -> type[Function] | None:
     while frame is not None and frame.f_code not in forwards:
         frame = frame.f_back
     return None if frame is None else forwards[frame.f_code]
+
+
+def saving_hooks() -> object:
+    """Returns the innermost hooks of saved tensors that are in force, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@contextmanager
+def without_checkpoints(
+    begun: Callable[[], Callable[[Tensor], None]] = lambda: lambda tensor: None,
+) -> Iterator[None]:
+    """Context in which non-reentrant ``torch.utils.checkpoint`` keeps all tensors, so that backward runs nothing again.
+    Calls ``begun`` at each, and what it returns with every tensor that the checkpoint would not keep."""
+
+    def entered(*_: object) -> saved_tensors_hooks:
+        note = begun()
+
+        def pack(tensor: Tensor) -> Tensor:
+            note(tensor)
+            return tensor
+
+        return saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    with mock.patch.object(checkpoint, "_checkpoint_hook", entered):
+        yield
 
 
 class GradientMode(TorchFunctionMode):

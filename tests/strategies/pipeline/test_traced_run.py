@@ -19,7 +19,7 @@ from evener.strategies.pipeline.costs import measure
 from evener.strategies.pipeline.module_calls import leaves_of
 from evener.strategies.pipeline.remote_weights import Away, whole_forms
 from evener.strategies.pipeline.stage_forward import StagedForward
-from evener.strategies.pipeline.stages import Stages, layers_of
+from evener.strategies.pipeline.stages import Stages, layers_of, parts_checkpoint
 from evener.strategies.pipeline.traced_run import Rehearsal, try_both
 from evener.strategies.pipeline.tracing import opened_in
 
@@ -168,6 +168,82 @@ def test_a_trial_leaves_the_model_as_it_was(device: str) -> None:
     assert model.blocks[0].kept is kept
     assert "forward" not in vars(model.blocks[0])
     assert torch.equal(drawn, torch.get_rng_state()), "the weights of the run are drawn as without it"
+
+
+def each_again(model: Model, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def two_again(model: Model, x: Tensor) -> Tensor:
+    def two(x: Tensor, first: int) -> Tensor:
+        found: Tensor = model.blocks[first + 1](model.blocks[first](x))
+        return found
+
+    for first in (0, 2):
+        x = checkpoint(two, x, first, use_reentrant=False)
+    return x
+
+
+def with_code_again(model: Model, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        x = checkpoint(lambda x, block=block: F.gelu(block(x)), x, use_reentrant=False)
+    return x
+
+
+def added_again(model: Model, x: Tensor) -> Tensor:
+    """What is saved of ``x + block(x)`` is saved by the block."""
+    for block in model.blocks:
+        x = checkpoint(lambda x, block=block: x + block(x), x, use_reentrant=False)
+    return x
+
+
+def nested_again(model: Model, x: Tensor) -> Tensor:
+    def two(x: Tensor, first: int) -> Tensor:
+        for block in list(model.blocks)[first : first + 2]:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+    for first in (0, 2):
+        x = checkpoint(two, x, first, use_reentrant=False)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("way", "places"),
+    [
+        (each_again, [1, 2, 3]),
+        (two_again, [2]),
+        (with_code_again, []),
+        (added_again, [1, 2, 3]),
+        (nested_again, [2]),
+    ],
+)
+def test_no_stage_begins_where_a_checkpoint_would_call_modules_of_earlier_ones(
+    way: Way, places: list[int]
+) -> None:
+    model, x = Model(way), torch.randn(3, SIZE)
+    graphs = tried(model, x)
+    layers = layers_of(graphs[True])
+    allowed = [
+        layer for layer, parts in zip(layers[1:], parts_checkpoint(graphs[True]), strict=True) if not parts
+    ]
+    assert allowed == [f"blocks.{place}" for place in places]
+    assert measure(model, graphs[True], {"x": x}, CPU, None).seconds.keys() == set(layers)
+    model(x).square().sum().backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    for layer in layers[1:]:
+        stages = Stages(model, layer, 2, None, graphs)
+        if layer not in allowed:
+            with pytest.raises(TaskError, match="begins within an activation checkpoint"):
+                stages.check_apart([0, 1])
+            continue
+        stages.check_apart([0, 1])
+        model.zero_grad()
+        through(model, StagedForward(stages, {}), x).square().sum().backward()
+        del model.forward
+        torch.testing.assert_close({name: p.grad for name, p in model.named_parameters()}, expected)
 
 
 def test_hooks_of_a_module_run_where_it_is_called() -> None:

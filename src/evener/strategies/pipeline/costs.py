@@ -27,6 +27,7 @@ from evener.nn.context import outside
 from evener.strategies.pipeline.stages import crossings
 from evener.strategies.pipeline.traced_run import Rehearsal, TracedCalls
 from evener.strategies.pipeline.tracing import gradients_as, inputs_of
+from evener.torch_internals.autograd import without_checkpoints
 
 _PASSES, _TURNS = 3, 3
 """Passes through the model, and repetitions of each layer in a pass. The fastest counts, to avoid disturbances."""
@@ -103,7 +104,10 @@ class Rehearsed:
 
     def run(self) -> None:
         """Makes the calls once."""
-        with self._rehearsal.stage() as run:
+        with (
+            self._rehearsal.stage() as run,
+            without_checkpoints(),
+        ):  # they span calls that are timed one by one
             run(self._called, self._rehearsal.inputs())
 
     def _called(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -45,7 +45,14 @@ from evener.strategies.pipeline.drawing import Drawing
 from evener.strategies.pipeline.remote_weights import Away
 from evener.strategies.pipeline.schedule import order_of
 from evener.strategies.pipeline.stage_forward import StagedForward, called_with
-from evener.strategies.pipeline.stages import NOTHING, Stages, layers_of, parts_batch_norm, words_of
+from evener.strategies.pipeline.stages import (
+    NOTHING,
+    Stages,
+    layers_of,
+    parts_batch_norm,
+    parts_checkpoint,
+    words_of,
+)
 from evener.strategies.pipeline.stepper import PipelineStepper
 from evener.strategies.pipeline.synchronizer import PipelineGradSync
 from evener.strategies.pipeline.traced_run import TracedCalls
@@ -132,8 +139,8 @@ class Pipeline(Strategy):
             seconds, speeds = seconds_and_speeds(rows, learner, AXIS)
             each = seconds_per_byte(learner, AXIS)
             crossing = [each * nbytes for nbytes in rows[0].crossing]
-        refused = parts_batch_norm(graph, model)
-        crossing = [each + _REFUSED * is_refused for each, is_refused in zip(crossing, refused, strict=True)]
+        for refused in (parts_batch_norm(graph, model), parts_checkpoint(graph)):
+            crossing = [each + _REFUSED * is_so for each, is_so in zip(crossing, refused, strict=True)]
         weights = learner.settings.weights
         if weights is not None and learner.data.degree == 1 and len(weights) == ranks:
             speeds = [weight / max(weights) for weight in weights]

@@ -20,6 +20,7 @@ from functools import cached_property
 from torch import Tensor, fx, nn
 
 from evener.errors import ConfigurationError, TaskError
+from evener.strategies.pipeline.traced_run import TracedCalls
 from evener.strategies.pipeline.tracing import Arguments, read_both
 from evener.torch_internals.modules import AnyBatchNorm
 
@@ -78,6 +79,14 @@ def parts_batch_norm(graph: fx.Graph, model: nn.Module) -> list[bool]:
     spans = [each for module, each in span.items() if each[0] < each[1] and _keeps_state(module)]
     begins = [calls.index(layer) for layer in layers_of(graph)[1:]]
     return [any(first < begin <= last for first, last in spans) for begin in begins]
+
+
+def parts_checkpoint(graph: fx.Graph) -> list[bool]:
+    """Returns for each layer but the first whether a cut in front of it parts an activation checkpoint
+    (``torch.utils.checkpoint``): the stage would run it again in backward, with modules of earlier stages."""
+    calls = [str(node.target) for node in graph.nodes if node.op == "call_module"]
+    parting = graph.parting if isinstance(graph, TracedCalls) else frozenset()
+    return [calls.index(layer) in parting for layer in layers_of(graph)[1:]]
 
 
 def _keeps_state(module: nn.Module) -> bool:
@@ -168,7 +177,9 @@ class Stages:
         return found
 
     def check_apart(self, rank_of: Sequence[int]) -> None:
-        """Raises TaskError if a module that keeps state from its calls is called on two ranks."""
+        """Raises TaskError if a module that keeps state from its calls is called on two ranks, or if a stage begins
+        within an activation checkpoint."""
+        self._check_checkpoints()
         callers: dict[nn.Module, dict[int, str]] = {}
         for number, stage in enumerate(self._modes[True]):
             for node in stage.calls:
@@ -182,6 +193,20 @@ class Stages:
                     "BatchNorm, which must know all of its calls: cut so that one stage has them all, or use several "
                     "modules"
                 )
+
+    def _check_checkpoints(self) -> None:
+        graph, begin = self._graphs[True], 0
+        for number, stage in enumerate(self._modes[True]):
+            if number and isinstance(graph, TracedCalls) and begin in graph.parting:
+                layers = zip(layers_of(graph)[1:], parts_checkpoint(graph), strict=True)
+                whole = ", ".join(layer for layer, parts in layers if not parts) or "no module"
+                raise TaskError(
+                    f"stage {number} of the cut {self.cut!r} begins within an activation checkpoint of the code around "
+                    "the blocks (torch.utils.checkpoint), which backward would run again with modules of earlier "
+                    f"stages: a stage can begin at {whole}. Call checkpoint with one block each, without code around "
+                    "it, or leave it out and use --recompute"
+                )
+            begin += sum(node.op == "call_module" for node in stage.calls)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

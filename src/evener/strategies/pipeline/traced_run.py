@@ -41,7 +41,7 @@ from evener.strategies.pipeline.side_effects import (
 from evener.strategies.pipeline.tracing import Arguments, above, in_mode
 from evener.strategies.pipeline.trial_weights import Bodies
 from evener.strategies.pipeline.value_flow import Flow
-from evener.torch_internals.autograd import function_around
+from evener.torch_internals.autograd import function_around, without_checkpoints
 from evener.torch_internals.modules import own_buffers, own_parameters
 
 Unseen = Callable[[], AbstractContextManager[None]]
@@ -54,6 +54,8 @@ class TracedCalls(fx.Graph):
     """Modules whose calls were observed."""
     overwrites_inputs = False
     """True if the code around modules writes into the model's inputs."""
+    parting: frozenset[int] = frozenset()
+    """Numbers of calls at which no stage can begin: it would run an activation checkpoint of earlier stages again."""
 
 
 OVERWRITTEN = "overwritten"
@@ -138,7 +140,7 @@ def _tried(rehearsal: Rehearsal) -> TracedCalls:
                 run(_Noting(), rehearsal.inputs())  # the model makes whatever it makes once and keeps
             inputs, kept = rehearsal.inputs(), _Kept(rehearsal)
             flow = Flow(_places(rehearsal.model), inputs, kept.places)
-            with flow:
+            with flow, without_checkpoints(flow.checkpoint):
                 outputs = run(flow.call, inputs, flow.unseen)
             needed = flow.ended(outputs)
             kept.check(flow)
@@ -233,6 +235,7 @@ def _places(model: nn.Module) -> dict[int, str]:
 def _written_down(flow: Flow, needed: set[int], leaves: tuple[str, ...]) -> TracedCalls:
     graph = TracedCalls()
     graph.leaves, graph.overwrites_inputs = leaves, flow.overwrites_inputs
+    graph.parting = frozenset(n for n in range(len(flow.calls) + 1) if flow.parts_checkpoint(n, needed))
     weights: dict[str, fx.Node] = {}
     read: list[fx.Node] = []
     calls: list[fx.Node] = []

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -44,6 +45,19 @@ class ModuleCall:
     """Names of weights that the call uses."""
     overwritten: bool = False
     """True if the code around modules writes into the result."""
+
+
+@dataclass
+class _Checkpoint:
+    """Code around modules that backward runs again (``torch.utils.checkpoint``), from its beginning, for whatever it
+    needs of it."""
+
+    first: int
+    """Number of calls before it."""
+    last: int = -1
+    """Last call in it of which backward needs something."""
+    around: set[int] = field(default_factory=set)
+    """Values of which backward needs something that the code made of them, after the first call in it."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,7 @@ class Flow(DispatchMode):
         """Keys of kept tensors into which the code around modules writes."""
         self._results: list[Tensor] = []
         self.calls: list[ModuleCall] = []
+        self._checkpoints: list[_Checkpoint] = []
         self.reads: dict[str, int] = {}
         """Weights that the code around modules reads, each with the number of calls before it."""
         self._weights = weights
@@ -161,6 +176,32 @@ class Flow(DispatchMode):
             decided = (value for value, since in self._decided.items() if since <= number + 1)
             call.needs |= {value for value in decided if value < number}
         return found | self._decided.keys()
+
+    # Activation checkpoints
+
+    def checkpoint(self) -> Callable[[Tensor], None]:
+        """Called where an activation checkpoint begins. Returns a function to call with each tensor that it saves."""
+        self._checkpoints.append(_Checkpoint(len(self.calls)))
+        return partial(self._saved, self._checkpoints[-1])
+
+    def _saved(self, checkpoint: _Checkpoint, tensor: Tensor) -> None:
+        if self._within is not None:
+            checkpoint.last = self._within
+        elif checkpoint.first < len(self.calls):
+            checkpoint.around |= {value for _, mark in self._known(tensor) for value in mark.values}
+
+    def parts_checkpoint(self, begin: int, needed: set[int]) -> bool:
+        """Returns True if a stage that begins at call ``begin`` would run a checkpoint again that calls modules of
+        earlier stages.
+
+        Args:
+            needed: Values that the model's outputs need.
+        """
+        later = needed.union(*(call.needs for call in self.calls[begin:]))
+        return any(
+            each.first < begin and (each.last >= begin or any(v < begin for v in each.around & later))
+            for each in self._checkpoints
+        )
 
     # Code around modules
 
