@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
+from evener.errors import TaskError
 from evener.strategies.pipeline.stage_code import function_of
 from evener.strategies.pipeline.stages import Stages
 from evener.strategies.pipeline.tracing import opened_in, read_both
@@ -95,3 +97,16 @@ def test_a_module_whose_gradients_have_hooks_is_one_call() -> None:
     model = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2))
     model[1].register_full_backward_hook(lambda module, to, came: None)
     assert opened_in(model, ()) == {"", "0"}
+
+
+class Again(ByName):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_code_whose_activations_are_computed_again_is_not_read() -> None:
+    """The calls alone would keep them."""
+    with pytest.raises(TaskError, match="saves tensors for backward in a way of its own"):
+        read_both(Again(), {"x": torch.randn(4, 3)}, ())

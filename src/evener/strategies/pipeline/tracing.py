@@ -14,7 +14,8 @@ module whose own code cannot be read stays one call. ``forward`` is read twice, 
 it may ask ``self.training``.
 
 Proxies would miss what ``forward`` does besides (:mod:`evener.strategies.pipeline.side_effects`): it changes attributes
-or weights, draws random numbers, or switches autocast on or off. Such code is not read. ``torch.no_grad`` is noted.
+or weights, draws random numbers, switches autocast on or off, or has activations computed again. Such code is not read.
+``torch.no_grad`` is noted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch import fx, nn
 from evener.components.modes import modes_kept
 from evener.errors import TaskError
 from evener.strategies.pipeline.side_effects import OnlyProxies, nothing_changed, nothing_drawn, places_of
-from evener.torch_internals.autograd import GradientMode, applied
+from evener.torch_internals.autograd import GradientMode, applied, saving_hooks
 from evener.torch_internals.modules import has_backward_hooks
 
 Arguments = Mapping[str, Any]
@@ -117,7 +118,7 @@ class _Reader(fx.Tracer):
     def __init__(self, opened: frozenset[str]) -> None:
         super().__init__()
         self._opened = opened
-        self._autocast = _autocast()
+        self._autocast, self._saving = _autocast(), saving_hooks()
         self.inside: list[str] = []
         """Opened modules whose code is being read. They stay in the list if reading fails."""
 
@@ -128,6 +129,11 @@ class _Reader(fx.Tracer):
             )
         if _autocast() != self._autocast:
             raise TaskError("the code around the blocks switches autocast on or off, which cannot be read")
+        if saving_hooks() != self._saving:
+            raise TaskError(
+                "the code around the blocks saves tensors for backward in a way of its own (torch.utils.checkpoint, "
+                "save_on_cpu), which cannot be read"
+            )
         found = super().create_proxy(kind, target, *args, **kwargs)
         found.node.meta[WITHOUT_GRADIENTS] = not torch.is_grad_enabled()
         return found
