@@ -166,6 +166,34 @@ def test_ranks_that_differ_are_not_saved(ranks: Any, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def edited_after_going_back(every: int, directory: Path) -> str:
+    with Engine(brittle(), device="cpu", strategy="ddp", check_replicas=every, steps=6) as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+            if engine.steps_done in (1, 4):
+                engine.save(directory)
+            if engine.steps_done == 4:
+                break
+        engine.load(directory / "step-00000001")
+        for batch in engine.batches():
+            if engine.steps_done == 2 and rank() == 1:
+                next(iter(engine.learner.names)).data[0] += 1
+            try:
+                engine.step(batch)
+                if every == 100 and engine.steps_done == 3:
+                    engine.save(directory / "after")
+            except DivergenceError as error:
+                return str(error)
+        return "nothing was said"
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_a_run_that_went_back_is_compared_as_before(ranks: Any, tmp_path: Path, every: int) -> None:
+    for said in ranks(2).run(edited_after_going_back, every, tmp_path):
+        assert said.startswith("after step 2 ranks that must hold the same do not: ")
+    assert not (tmp_path / "after").exists()
+
+
 def test_nobody_compares_where_it_is_switched_off(ranks: Any) -> None:
     for said, _, _ in ranks(2).run(train, "ddp", {"check_replicas": 0}, edit=1):
         assert said == ""

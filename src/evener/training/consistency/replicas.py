@@ -222,6 +222,7 @@ class ReplicaCheck:
             return
         now = time.perf_counter()
         self._steps.append(now - self._last_time)
+        self._last_step = min(self._last_step, step - 1)  # the run may have gone back to an earlier state
         if step - self._last_step >= self._every:
             settle()
             self.check(step)
@@ -242,8 +243,7 @@ class ReplicaCheck:
         if not self._is_on or not (again or step > self._last_step):
             return
         own, took = self._timed(everything)
-        usual = statistics.median(self._steps) if self._steps else 1.0
-        rows = self._exchange(own, (max(took, self._last_cost), usual))
+        rows = self._exchange(own, (max(took, self._last_cost), statistics.median(self._steps or [1.0])))
         if any(self._astray([row[place] for row in rows], key) for place, key in enumerate(self._known(own))):
             self._resolve(step, everything, own)
         if self._auto:
