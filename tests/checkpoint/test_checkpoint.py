@@ -154,6 +154,15 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before(
     assert checkpoint.find(tmp_path).rest["progress"]["steps"] == 3
 
 
+@pytest.mark.parametrize("keep", [0, -1])
+def test_a_save_that_would_keep_nothing_is_refused(tmp_path: Path, keep: int) -> None:
+    with Engine(tasks.plain(), device="cpu") as engine:
+        saved = engine.save(tmp_path)
+        with pytest.raises(ConfigurationError, match="keep"):
+            engine.save(tmp_path, keep=keep)
+    assert saved.is_dir()
+
+
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"no checkpoint at .*there is no .*latest"):
         checkpoint.find(tmp_path)

@@ -343,7 +343,7 @@ class Engine:
         All ranks must call this together. A checkpoint is written atomically; the file ``latest`` then names it.
 
         Args:
-            keep: Number of latest checkpoints to keep, besides the one that ``best`` names.
+            keep: Number of latest checkpoints to keep, 1 or more, besides the one that ``best`` names.
             wait: If False, returns as soon as the data are copied, which needs CPU memory for this rank's part. The
                 next save, :meth:`finish_saving` and :meth:`load` wait for the end.
 

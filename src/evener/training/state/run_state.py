@@ -17,6 +17,7 @@ from evener.checkpoint.rng_state import draw_on
 from evener.checkpoint.run_mark import Identity
 from evener.components import state_dict as state
 from evener.core.config.run_config import RunConfig
+from evener.core.config.validation import at_least
 from evener.core.elsewhere import place_of, shown, url_of
 from evener.core.plain_values import serialized
 from evener.data.fingerprint import Fingerprint, difference, fingerprint
@@ -202,6 +203,7 @@ class RunState:
 
     def save(self, directory: Path, keep: checkpoint.Keep, wait: bool) -> Path:
         """Writes a checkpoint. A collective call."""
+        at_least("keep", keep.last, 1)
         directory = place_of("run_dir", directory)
         if url_of(directory) is not None and self.saver.upload is None:
             raise ConfigurationError(
