@@ -176,6 +176,17 @@ def test_what_a_callback_of_one_rank_asks_for_all_ranks_do(ranks: Any, tmp_path:
         assert ("step ends", 3) not in events
 
 
+def test_an_epoch_has_the_steps_that_dropped_samples_leave(tmp_path: Path) -> None:
+    made = trainer(
+        str(tmp_path),
+        {"processes": 1},
+        **{"num_train_epochs": 2, "dataloader_drop_last": True, "per_device_train_batch_size": 10},
+        **{"logging_strategy": "steps", "logging_steps": 1},
+    )
+    made.train()
+    assert [row["epoch"] for row in made.state.log_history[:4]] == [0.5, 1.0, 1.5, 2.0]
+
+
 def test_the_run_ends_where_its_metric_became_no_better_and_has_the_best_weights(tmp_path: Path) -> None:
     values = iter([0.1, 0.3, 0.2, 0.3, 0.4])
     made = trainer(

@@ -159,7 +159,7 @@ class Trainer(TrainerEvents):
         config = self.config(resumed)
         self._check_loss()
         steps = self._steps(config)
-        following = Following(self, resumed, steps, math.ceil(steps / self._steps_an_epoch(config)))
+        following = Following(self, resumed, steps, self._steps_an_epoch(config))
         try:
             show = not self.args.disable_tqdm
             trained = fit(self.task(config), config, show=show, callback=following)

@@ -61,9 +61,9 @@ class Following(Callback):
 
     _engine: Engine
 
-    def __init__(self, trainer: TrainerEvents, resumed: Path | None, steps: int, epochs: int) -> None:
+    def __init__(self, trainer: TrainerEvents, resumed: Path | None, steps: int, steps_an_epoch: int) -> None:
         self._trainer, self._resumed = trainer, resumed
-        self._max_steps, self._epochs = steps, epochs
+        self._max_steps, self._steps_an_epoch = steps, steps_an_epoch
         self._began = 0.0
         self._waiting: deque[Step] = deque()
         self._losses: list[float] = []
@@ -122,7 +122,10 @@ class Following(Callback):
     def _set_up(self, state: TrainerState) -> TrainerState:
         engine, args = self._engine, self._trainer.args
         state.global_step, state.epoch = engine.steps_done, self._epoch()
-        state.max_steps, state.num_train_epochs = self._max_steps, self._epochs
+        state.max_steps, state.num_train_epochs = (
+            self._max_steps,
+            math.ceil(self._max_steps / self._steps_an_epoch),
+        )
         state.compute_steps(args, self._max_steps)
         state.train_batch_size = args.per_device_train_batch_size
         state.is_world_process_zero = engine.session.rank == 0
@@ -132,8 +135,7 @@ class Following(Callback):
 
     def _epoch(self) -> float:
         progress, size = self._engine.progress, self._engine.batch_size
-        steps = math.ceil(len(self._trainer.train_dataset) / size)
-        return float(progress.epoch + math.ceil(progress.position / size) / steps)
+        return float(progress.epoch + math.ceil(progress.position / size) / self._steps_an_epoch)
 
     # After a step
 
