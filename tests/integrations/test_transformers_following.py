@@ -188,7 +188,7 @@ def test_an_epoch_has_the_steps_that_dropped_samples_leave(tmp_path: Path) -> No
 
 
 def test_the_run_ends_where_its_metric_became_no_better_and_has_the_best_weights(tmp_path: Path) -> None:
-    values = iter([0.1, 0.3, 0.2, 0.3, 0.4])
+    values = iter([float("nan"), 0.3, 0.2, 0.3, 0.4])
     made = trainer(
         str(tmp_path),
         {"processes": 1, "dtype": None},

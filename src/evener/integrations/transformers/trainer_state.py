@@ -236,11 +236,11 @@ class Following(Callback):
             raise ConfigurationError(
                 f"metric_for_best_model is {args.metric_for_best_model!r}; the metrics are {', '.join(metrics)}"
             )
-        better = np.greater if args.greater_is_better else np.less
-        if state.best_metric is None or better(metrics[name], state.best_metric):
-            state.best_metric = metrics[name]
-            return True
-        return False
+        better, value = np.greater if args.greater_is_better else np.less, metrics[name]
+        if np.isnan(value) or not (state.best_metric is None or better(value, state.best_metric)):
+            return False
+        state.best_metric = value
+        return True
 
     # Checkpoints
 
