@@ -200,3 +200,25 @@ def test_the_oldest_checkpoints_go_but_not_the_best(tmp_path: Path) -> None:
     assert names == {"checkpoint-1", "checkpoint-3", "checkpoint-4", "checkpoint-notes"}
     rotate(tmp_path, 1, str(tmp_path / "checkpoint-1"))
     assert {path.name for path in tmp_path.iterdir()} == names - {"checkpoint-3"}
+
+
+def test_a_checkpoint_is_there_whenever_one_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from evener.integrations.transformers import trainer_state
+
+    names, removed = ("checkpoint-4", ".checkpoint-4.partial"), trainer_state.shutil.rmtree
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "content").write_text(name)
+    whole: list[set[str]] = []
+
+    def seen(path: Path, **options: Any) -> None:
+        whole.append({each.read_text() for each in tmp_path.glob("*/content")})
+        removed(path, **options)
+
+    monkeypatch.setattr(trainer_state.shutil, "rmtree", seen)
+    trainer_state.replace_directory(*(tmp_path / name for name in names))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+    assert (tmp_path / "checkpoint-4" / "content").read_text() == names[1]
+    assert whole == [set(names)] * 2

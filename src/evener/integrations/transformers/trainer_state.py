@@ -264,9 +264,7 @@ class Following(Callback):
                 engine.save(partial / ENGINE, keep=1)
             if first:
                 trainer.state.save_to_json(str(partial / STATE))
-                if made.exists():
-                    shutil.rmtree(made)
-                partial.rename(made)
+                replace_directory(made, partial)
                 rotate(home, args.save_total_limit, trainer.state.best_model_checkpoint)
         best_now = engine.session.control.broadcast_object(trainer.state.best_model_checkpoint)
         trainer.state.best_model_checkpoint = best_now
@@ -305,6 +303,17 @@ def _travelling(callback: Any, trainer: TrainerEvents) -> dict[str, Any]:
             cloudpickle.dumps(value)
             found[name] = value
     return found
+
+
+def replace_directory(path: Path, by: Path) -> None:
+    """Renames the directory ``by`` to ``path``. Removes what has that name only afterwards: whenever the process is
+    killed, one of them is whole."""
+    older = path.with_name(f".{path.name}.older")
+    if path.exists():
+        shutil.rmtree(older, ignore_errors=True)
+        path.rename(older)
+    by.rename(path)
+    shutil.rmtree(older, ignore_errors=True)
 
 
 def rotate(home: Path, limit: int | None, best: str | None) -> None:
