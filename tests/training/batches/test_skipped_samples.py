@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,17 @@ def test_too_many_end_the_run_on_all_ranks(ranks: Any) -> None:
     for told in ranks(2).run(fails, {"batch_size": 4}, tuple(range(0, 47, 4))):
         assert told.startswith("5 of the 47 samples of epoch 1 could not be read, more than 10%")
         assert "sample " in told
+
+
+def test_samples_of_batches_that_are_taken_again_count_once(tmp_path: Path) -> None:
+    with Engine(torn("plain"), device="cpu", on_bad_sample="skip", batch_size=13) as engine:
+        engine.save(tmp_path)
+        for _ in range(2):
+            for batch in islice(engine.batches(), 4):
+                engine.step(batch)
+            engine.load(tmp_path)
+        (record,) = engine.skips.record(0, 0)
+        assert sorted(entry["sample"] for entry in record.samples) == sorted(BAD)
 
 
 def test_ranks_that_read_the_same_samples_do_not_skip(ranks: Any) -> None:

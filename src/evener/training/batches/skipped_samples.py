@@ -67,13 +67,15 @@ class Skips:
     def __init__(self, size: int | None, session: Session) -> None:
         self._size, self._session = size, session
         self._announcer = Announcer(session.rank)
-        self._epoch, self._count = -1, 0
-        self._own: list[dict[str, object]] = []
+        self._epoch, self._counts = -1, dict[int, int]()
+        """The number of skipped samples by batch: a run that falls back to a checkpoint takes batches again."""
+        self._own: dict[int, dict[str, object]] = {}
 
     def read(self, batch: Batch) -> None:
         """Records the samples that were skipped in a batch that this rank has read."""
         self._announcer.tell(batch)
-        self._own += [{"rank": self._session.rank, "sample": s.sample, "why": s.words} for s in batch.skipped]
+        rank = self._session.rank
+        self._own |= {s.sample: {"rank": rank, "sample": s.sample, "why": s.words} for s in batch.skipped}
 
     def observe(self, step: Step) -> None:
         """Counts the skipped samples of a step, once all ranks know them.
@@ -82,17 +84,18 @@ class Skips:
             DataError: If too many are skipped; on all ranks in the same step.
         """
         if step.batch.epoch != self._epoch:
-            self._epoch, self._count = step.batch.epoch, 0
-        self._count += step.skipped
-        if step.skipped and self._size is not None and self._count > MOST * self._size:
-            own = f"; the last on this rank is {self._own[-1]['why']}" if self._own else ""
+            self._epoch, self._counts = step.batch.epoch, {}
+        self._counts[step.batch.index] = step.skipped
+        count = sum(self._counts.values()) if step.skipped else 0
+        if self._size is not None and count > MOST * self._size:
+            own = f"; the last on this rank is {[*self._own.values()][-1]['why']}" if self._own else ""
             raise DataError(
-                f"{self._count} of the {self._size} samples of epoch {self._epoch + 1} could not be read, more than "
+                f"{count} of the {self._size} samples of epoch {self._epoch + 1} could not be read, more than "
                 f"{MOST:.0%}{own}. Repair the data, or leave these samples out of the data set"
             )
 
     def record(self, step: int, epoch: int) -> Sequence[SkippedRecord]:
         """Returns a record of all ranks' skipped samples since the last call, if there are any. A collective call."""
-        own, self._own = self._own, []
+        own, self._own = [*self._own.values()], {}
         samples = [one for of_rank in self._session.control.gather_objects(own) for one in of_rank]
         return [SkippedRecord(step, epoch, samples)] if samples else []
