@@ -35,24 +35,28 @@ def check_kinds(settings: Any) -> None:
     for name, kinds in _kinds_of(own).items():
         value = getattr(settings, name)
         if not any(_fits(value, kind) for kind in kinds):
-            raise ConfigurationError(f"{name} is {value!r}; it must be {_expected(name, kinds)}")
+            raise ConfigurationError(f"{name} is {value!r}; it must be {_expected(kinds)}")
 
 
 @cache
 def _kinds_of(settings: type) -> Mapping[str, tuple[Any, ...]]:
-    """Returns the kinds that each field may have: types, and ``tuple[..., ...]``."""
+    """Returns the kinds that each field may have: types, and ``tuple[..., ...]``. A strategy may be an object of the
+    user's, and has a check of its own."""
     hints = typing.get_type_hints(settings)
-    return {name: (hint,) if _is_one(hint) else typing.get_args(hint) for name, hint in hints.items()}
+    found = {name: (hint,) if _is_one(hint) else typing.get_args(hint) for name, hint in hints.items()}
+    return {name: kinds for name, kinds in found.items() if _plain(kinds).keys() <= EXPECTED.keys()}
 
 
 def _is_one(hint: Any) -> bool:
     return isinstance(hint, type) or typing.get_origin(hint) is tuple
 
 
-def _expected(name: str, kinds: tuple[Any, ...]) -> str:
-    plain = [typing.get_origin(kind) or kind for kind in kinds if kind is not type(None)]
-    own = any(kind not in EXPECTED for kind in plain)
-    return f"a text or a {name}" if own else " or ".join(EXPECTED[kind] for kind in plain)
+def _plain(kinds: tuple[Any, ...]) -> dict[Any, None]:
+    return dict.fromkeys(typing.get_origin(kind) or kind for kind in kinds if kind is not type(None))
+
+
+def _expected(kinds: tuple[Any, ...]) -> str:
+    return " or ".join(EXPECTED[kind] for kind in _plain(kinds))
 
 
 def _fits(value: object, kind: Any) -> bool:
