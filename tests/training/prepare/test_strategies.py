@@ -420,6 +420,19 @@ def averaged(is_prepared: bool) -> Weights:
     return copy.deepcopy(dict(average.state_dict()))
 
 
+def in_folds(is_prepared: bool) -> Weights:
+    for _ in range(2):
+        found = clipping(is_prepared)
+    return found
+
+
+@pytest.mark.parametrize("settings", [ZERO3, TENSOR], ids=["zero3", "tensor"])
+def test_a_model_is_divided_after_another_that_is_gone(ranks: Any, settings: Settings) -> None:
+    expected = in_folds(False)
+    for found in ranks(2).run(prepared, in_folds, **settings):
+        check(found, expected)
+
+
 def test_a_copy_of_a_divided_model_is_whole_where_it_is_saved(ranks: Any) -> None:
     expected = averaged(False)
     for found in ranks(2).run(prepared, averaged, **TENSOR):

@@ -25,6 +25,11 @@ from evener.training.prepare.divided_model import DividedModel, DividedOptimizer
 from evener.training.prepare.learner_of_loop import LearnerOfLoop
 from evener.training.prepare.numbers_of_parts import NumbersOfParts
 
+NO_OTHER = (
+    "strategy {strategy!r} has divided the model, and a later layer or model cannot be divided with it: put all layers "
+    "in before evener.prepare, give it all models in one module, or use 'ddp'"
+)
+
 
 class LoopDivision:
     """The division of one preparation.
@@ -77,10 +82,7 @@ class LoopDivision:
     def check_may_change(self, strategy: str) -> None:
         """Raises ConfigurationError if layers or models are to be added to a divided model."""
         if self.divides_model:
-            raise ConfigurationError(
-                f"strategy {strategy!r} has divided the model, and a later layer or model cannot be divided "
-                "with it: put all layers in before evener.prepare, give it all models in one module, or use 'ddp'"
-            )
+            raise ConfigurationError(NO_OTHER.format(strategy=strategy))
 
     def take_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Gives a prepared optimizer the parts of the model in the places of what it had."""

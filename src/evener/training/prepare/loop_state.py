@@ -392,6 +392,7 @@ class LoopState:
             self._outputs.watch([])
             for batch in list(self._current):
                 self.leave(batch)
+            self.mean.shown.hide()  # a part of a gradient keeps this, and so the model
             self.mean.close()
             self.division.close()
             self._first_calls.close()
