@@ -280,7 +280,8 @@ def text_of_script(result: ScriptVerification) -> str:
             f"weights, {len(result.losses)} backward passes, and what rank 0 prints\n"
             f"  {result.times_floor:.3g} times the floor (rounding explains {result.limit:g}){_unseen(result)}"
         )
-    lines = [f"FAIL: {result.script} does not train on {where} as on one device"]
+    differs = f"does not train on {where} as on one device" if result.steps else "could not be compared"
+    lines = [f"FAIL: {result.script} {differs}"]
     if result.line:
         lines += [f"  {result.line}", f"    {result.source}"]
     lines += [f"  {result.found}"]

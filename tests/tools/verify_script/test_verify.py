@@ -202,6 +202,7 @@ def test_the_command(
     assert status == 1
     printed = capsys.readouterr().out
     assert printed.startswith("FAIL: ")
+    assert "classifier.py could not be compared\n" in printed
     assert "the script fails on one device: ended with status 2" in printed
     assert "main(parser.parse_args().epochs)" in printed
 
