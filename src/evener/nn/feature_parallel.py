@@ -74,7 +74,7 @@ def divide_features(linear: nn.Linear, columns: range, total: SumOverRanks) -> F
     assert isinstance(linear, FeatureParallelLinear)
     part = linear.weight.detach()[:, columns.start : columns.stop].clone()
     made = nn.Parameter(part, requires_grad=linear.weight.requires_grad)
-    vars(made).update(vars(linear.weight))  # the user's attributes
+    vars(made).update(vars(linear.weight) | vars(made))  # the user's attributes
     linear.weight = made
     linear.columns, linear._ranks = columns, Shared(total)
     return linear

@@ -181,13 +181,15 @@ def set_shard_spec(parameter: T, piece: ShardSpec) -> T:
 
 
 def take_attributes(made: T, attributes: Mapping[str, Any]) -> T:
-    """Sets the user's attributes on ``made``, by which an optimizer may make groups. Returns it.
+    """Sets the user's attributes on ``made``, by which an optimizer may make groups. Returns it. Those that it has stay
+    as they are, such as the device of a tensor without numbers.
 
     Args:
         attributes: ``vars()`` of the parameter whose place it takes.
     """
-    own = {name: value for name, value in attributes.items() if not name.startswith(_OWN)}
-    vars(made).update(own)
+    for name, value in attributes.items():
+        if not name.startswith(_OWN):
+            vars(made).setdefault(name, value)
     return made
 
 
