@@ -22,11 +22,12 @@ EXPECTED = {
 """What a value of each kind is called in messages."""
 
 
-def check_kinds(settings: Any) -> None:
-    """Checks that each value of a ``RunConfig`` is of a kind that its annotation names.
+def fit_kinds(settings: Any) -> None:
+    """Checks that each value of a ``RunConfig`` is of a kind that its annotation names. Otherwise a text such as "no"
+    counts as true.
 
-    Otherwise a text such as "no" counts as true, and a text in place of a list as the list of its letters. Numbers of
-    NumPy are numbers, a list may stand for a tuple, and a text for a path.
+    Numbers of NumPy are numbers, a list may stand for a tuple, and a text for a path. A text in place of a list of
+    texts becomes the list of this text, not of its letters.
 
     Raises:
         ConfigurationError: With the setting, the value, and what it must be.
@@ -34,7 +35,9 @@ def check_kinds(settings: Any) -> None:
     own: Any = type(settings)
     for name, kinds in _kinds_of(own).items():
         value = getattr(settings, name)
-        if not any(_fits(value, kind) for kind in kinds):
+        if isinstance(value, str) and tuple in _plain(kinds):
+            object.__setattr__(settings, name, (value,))
+        elif not any(_fits(value, kind) for kind in kinds):
             raise ConfigurationError(f"{name} is {value!r}; it must be {_expected(kinds)}")
 
 

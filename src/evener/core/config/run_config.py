@@ -14,7 +14,7 @@ from typing import Any
 from evener.core.config import choices
 from evener.core.config.exact_bits import check_exact_bits
 from evener.core.config.intervals import Interval
-from evener.core.config.kinds import check_kinds
+from evener.core.config.kinds import fit_kinds
 from evener.core.config.offload import Offload
 from evener.core.config.option import as_json, option
 from evener.core.config.process_range import processes_of
@@ -339,7 +339,7 @@ class RunConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        fit_kinds(self)
         for name in ("run_dir", "resume", "weights", "offload_to", "metrics_file"):
             object.__setattr__(self, name, as_path(name, getattr(self, name)))
         if isinstance(self.processes, str):

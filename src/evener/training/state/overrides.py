@@ -154,8 +154,7 @@ class TaskTerms:
 
 
 def _names_in(override: Collection[str], options: Collection[str]) -> frozenset[str]:
-    texts = (override,) if isinstance(override, str) else override
-    names = frozenset(name.strip() for text in texts for name in text.split(","))
+    names = frozenset(name.strip() for text in override for name in text.split(","))
     known = {*options, *SCHEDULE}
     if unknown := sorted(names - known):
         raise ConfigurationError(
