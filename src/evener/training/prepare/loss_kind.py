@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from evener.data.batch import map_leaves
 from evener.data.fingerprint import generators_kept
+from evener.training.prepare.drawn_outputs import drawn_like
 from evener.training.prepare.loss_arguments import Entries, SameForAll, rows_in, unwrapped
 from evener.training.prepare.sample_tensor import Joint, Kind, NotSums, leaves_of, own_of, plain_of
 
@@ -181,7 +182,7 @@ class _Try:
         leaf = self._plainly(leaf)
         if not is_output:
             return leaf
-        return (_drawn_like(leaf) if drawn and leaf.dim() else leaf.clone()).requires_grad_()
+        return (drawn_like(leaf) if drawn and leaf.dim() else leaf.clone()).requires_grad_()
 
     def _has_rows(self, leaf: Any, rows: int | None = None) -> bool:
         expected = self._rows if rows is None else rows
@@ -308,20 +309,6 @@ def _alike(one: Tensor, other: Tensor, bound: float) -> bool:
         return True
     apart = (one.double() - other.double()).abs().max()
     return bool(apart <= bound * other.double().abs().max() + 1e-30)
-
-
-def _drawn_like(leaf: Tensor) -> Tensor:
-    """Draws values of the same kind: probabilities, their logarithms, positive values, or any."""
-    spread = torch.linspace(3.0, 0.3, len(leaf), dtype=torch.float64)  # makes the parts unlike
-    drawn = torch.randn(leaf.shape, dtype=torch.float64) * spread.view(-1, *[1] * (leaf.dim() - 1))
-    drawn = drawn.to(leaf.device, leaf.dtype)
-    if leaf.dim() > 1 and bool((leaf >= 0).all()) and bool(((leaf.sum(-1) - 1).abs() < 1e-3).all()):
-        return drawn.softmax(-1)
-    if bool((leaf <= 0).all()) and leaf.dim() > 1:
-        return drawn.log_softmax(-1)
-    if bool((leaf >= 0).all()):
-        return drawn.sigmoid() if bool((leaf <= 1).all()) else drawn.exp()
-    return drawn
 
 
 class _Said:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from evener.data.batch import map_leaves
@@ -18,6 +19,7 @@ from evener.data.division import own_slice
 from evener.data.fingerprint import generators_kept
 from evener.errors import DivergenceError, LossError
 from evener.training.consistency.replicas import digest
+from evener.training.prepare.drawn_outputs import drawn_like
 from evener.training.prepare.gather import gathered, gathered_entries
 from evener.training.prepare.global_loss import of_all, over_of_all, with_graphs_of_all
 from evener.training.prepare.loop_state import LoopState
@@ -34,6 +36,7 @@ from evener.training.prepare.loss_arguments import (
 from evener.training.prepare.positions import refuse_divided
 from evener.training.prepare.rank_checks import check_marks
 from evener.training.prepare.sample_tensor import leaves_of, plain_of
+from evener.training.prepare.stacked_rows import are_near, are_stacked, can_tell, stacked
 from evener.training.step.step import not_finite
 
 
@@ -48,6 +51,7 @@ class OfRows:
         self.function, self._place = function, place
         self.arguments = Arguments()
         self._is_new = True
+        self._are_stacked: bool | None = None
 
     def told(self, given: Any) -> Told:
         """Returns what the arguments of this call are. A collective call."""
@@ -102,7 +106,7 @@ class OfRows:
         if error is not None and not worked:
             raise error
         for ways, numbers in worked[1:]:
-            if not _are_near(numbers, worked[0][1]):
+            if not are_near(numbers, worked[0][1]):
                 places = [*(ways.rows ^ worked[0][0].rows), *(ways.entries ^ worked[0][0].entries)]
                 raise LossError(
                     _EITHER.format(
@@ -112,9 +116,44 @@ class OfRows:
         ways = worked[0][0] if worked else told.ways[0]
         if worked:
             self.arguments.learn(told, ways, failed)
+        order = self._order_of(told, given, ways, of_all)
+        if order is not None:
+            of_all |= {path: _turned(of_all[path], order) for path in ways.rows}
         args, kwargs = _taken(given, ways, of_all)
         with self._place.random.drawn(), self.at_work():
-            return self.function(*args, **kwargs)
+            made = self.function(*args, **kwargs)
+        if order is None:
+            return made
+        back = order.argsort()
+        return map_leaves(lambda leaf: _turned(leaf, back) if _has_rows(leaf, len(back)) else leaf, made)
+
+    def _order_of(self, told: Told, given: Any, ways: Ways, of_all: Mapping[Path, Any]) -> Tensor | None:
+        """Returns the order in which one device has the rows of all ranks; None if they are in that order.
+
+        Raises:
+            LossError: If it cannot be told, and makes a difference.
+        """
+        samples = [part.samples * part.weight for part in told.samples]
+        each = {part.rows // part.samples for part in told.samples if part.weight}
+        if len(each) != 1 or each <= {0, 1} or sum(map(bool, samples)) < 2:
+            return None
+        is_stacked, number = self._are_stacked, max(each)
+        for is_exact in (True, False) if is_stacked is None else ():
+            tried = {path: _tried(of_all[path], is_exact) for path in ways.rows}
+
+            def numbers(index: Tensor, tried: Mapping[Path, Any] = tried) -> list[float]:
+                taken = {**of_all, **{path: _turned(leaf, index) for path, leaf in tried.items()}}
+                with generators_kept():
+                    return self._numbers_of(_taken(given, ways, taken))
+
+            plain = torch.autocast(self._place.session.device.type, enabled=False)
+            with suppress(Exception), torch.no_grad(), self.at_work(), plain if is_exact else nullcontext():
+                is_stacked = are_stacked(numbers, samples, number, 1e-5 if is_exact else 1e-3)
+                break
+        if is_stacked is None:
+            raise LossError(_ORDER.format(name=name_of(self.function), each=number))
+        self._are_stacked = is_stacked if can_tell(samples) else self._are_stacked
+        return stacked(samples, number).flatten() if is_stacked else None
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -129,7 +168,7 @@ class OfRows:
         """Returns the numbers that the function makes of these arguments, as a try."""
         function = copy.deepcopy(self.function) if isinstance(self.function, nn.Module) else self.function
         found = [leaf for leaf in leaves_of(function(*given[0], **given[1])) if isinstance(leaf, Tensor)]
-        return [float(leaf.detach()) for leaf in found if not leaf.dim()]
+        return [float(leaf.detach().sum()) for leaf in found]
 
     def _of_all(self, told: Told, given: Any) -> dict[Path, Any]:
         """Returns the rows and entries of all ranks, by their places. A collective call."""
@@ -215,6 +254,12 @@ _OTHER_VALUES = (
     "number counted from a rank's own samples: let the function count it from its arguments. What has several rows for "
     "a sample, or other numbers of rows for each, is passed as a list of one entry per sample"
 )
+_ORDER = (
+    "{name} is no sum or mean over samples, and was called with {each} rows for each sample. Rows of all ranks are in "
+    "another order if those of a sample are together than if they are stacked, as by torch.cat([first, second]), and "
+    "which of the two it is cannot be told, because the loss depends on the order of the samples. Pass them as one row "
+    "for each sample, (samples, rows of a sample, ...), or as several arguments, as in loss(*rows.chunk(2))"
+)
 _EITHER = (
     "{name} was called with what is the same on all ranks and as long as a rank's samples are many, {places}: it may "
     "belong to the samples or be the same for all of them, and the loss is another one then. Let the function find a "
@@ -222,6 +267,18 @@ _EITHER = (
     "samples comes as tensors of the prepared loader, or as a list of one entry per sample; what is one list for all "
     "samples, as a dict"
 )
+
+
+def _tried(leaf: Tensor, is_exact: bool) -> Tensor:
+    """Returns random numbers in the place of a model's outputs, which may be all the same at first."""
+    if not leaf.is_floating_point():
+        return leaf
+    given = leaf.detach().double() if is_exact else leaf.detach()
+    return drawn_like(given, torch.Generator().manual_seed(0)) if leaf.requires_grad else given
+
+
+def _turned(leaf: Tensor, index: Tensor) -> Tensor:
+    return leaf[index.to(leaf.device)]
 
 
 def _has_rows(leaf: Any, rows: int) -> bool:
@@ -248,12 +305,6 @@ def _words_of(path: Path) -> str:
     return (f"argument {path[1] + 1}" if path[0] == 0 else f"argument {path[1]!r}") + (
         inner and f" at {inner}"
     )
-
-
-def _are_near(some: Sequence[float], others: Sequence[float]) -> bool:
-    if len(some) != len(others):
-        return False
-    return all(math.isclose(a, b, rel_tol=1e-6) or a == b for a, b in zip(some, others, strict=True))
 
 
 def first_number(made: Any) -> Tensor | None:
