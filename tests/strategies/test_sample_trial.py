@@ -168,6 +168,14 @@ class Compared(Layers):
         return self.last(hidden), hidden @ hidden.T
 
 
+class Recurrent(Layers):
+    """Returns a state with the samples along its second dimension, as that of an LSTM, too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        hidden = self.between(self.first(x))
+        return self.last(hidden), hidden[None]
+
+
 def total(outputs: Any, targets: Tensor) -> Tensor:
     scores = outputs[0] if isinstance(outputs, tuple) else outputs
     return F.cross_entropy(scores, targets, reduction="sum")
@@ -221,7 +229,7 @@ def test_a_model_that_mixes_samples_is_told_of_once_by_the_first_rank(
 
 
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"balance": "1,5"}])
-@pytest.mark.parametrize("model", [Layers, Drawing, Chosen, Counting, Telling, Brought])
+@pytest.mark.parametrize("model", [Layers, Drawing, Chosen, Counting, Telling, Brought, Recurrent])
 def test_no_other_model_is(ranks: Ranks, model: type[nn.Module], settings: dict[str, Any]) -> None:
     assert not any(told for told, _ in ranks(2).run(trained, model, settings))
 

@@ -156,10 +156,12 @@ def _what_is_mixed(learner: Learner, run: ModelRun) -> str:
         return ""
     fewer = _computed(learner, run, first[:-1]).outputs
     shapes = {name: leaf.shape for name, leaf in fewer if isinstance(leaf, Tensor)}
+    rows = {name: leaf.shape[:1] for name, leaf in whole.outputs if isinstance(leaf, Tensor)}
     wide = {name for name, leaf in whole.outputs if isinstance(leaf, Tensor) and tried in leaf.shape[1:]}
     pairs = {name for name in wide if tried - 1 in shapes.get(name, ())[1:]}
     for name, move in moved.items():
-        if shapes.get(name, ())[:1] == (tried - 1,) and (move.median > far / 10 or name in pairs):
+        has_rows = rows[name] == (tried,) and shapes.get(name, ())[:1] == (tried - 1,)
+        if has_rows and (move.median > far / 10 or name in pairs):
             return (
                 f"the model's {name} for a sample changed by {move.mean:.0%} when other samples were beside it in the "
                 "batch"

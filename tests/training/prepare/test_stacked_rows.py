@@ -56,9 +56,10 @@ def of_places(rows: Tensor) -> Tensor:
 
 def steps(loss: Any, call: Call, is_prepared: bool) -> tuple[list[float], list[float]]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    last = nn.Linear(5, 3)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), last).double()
     if loss is of_halves:
-        nn.init.zeros_(model[2].weight)  # so that all rows are the same at first
+        nn.init.zeros_(last.weight)  # so that all rows are the same at first
     loader = DataLoader(TensorDataset(*torch.randn(2, 17, 4).double()), 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     if is_prepared:
