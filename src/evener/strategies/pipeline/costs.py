@@ -104,10 +104,8 @@ class Rehearsed:
 
     def run(self) -> None:
         """Makes the calls once."""
-        with (
-            self._rehearsal.stage() as run,
-            without_checkpoints(),
-        ):  # they span calls that are timed one by one
+        # A checkpoint spans calls that are timed one by one.
+        with self._rehearsal.stage() as run, without_checkpoints():
             run(self._called, self._rehearsal.inputs())
 
     def _called(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

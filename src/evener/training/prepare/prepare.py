@@ -268,19 +268,14 @@ def _place_of(models: list[nn.Module], objects: Sequence[Any], settings: dict[st
     if place is None or is_given_again or (settings and config != _CurrentPreparation.given):
         return _begin(models, objects, config)
     if place.division.divides_model:
-        config, strategy, earlier = (
-            config if settings else _CurrentPreparation.given,
-            place.make.strategy,
-            [weakref.ref(model) for model in place.models],
-        )
+        # The loop may have dropped the earlier models, as after a fold of a cross-validation.
+        strategy, earlier = place.make.strategy, [weakref.ref(model) for model in place.models]
         del place
         end()
         gc.collect()
         if any(model() is not None for model in earlier):
             raise ConfigurationError(NO_OTHER.format(strategy=strategy))
-        return _begin(
-            models, objects, config
-        )  # the loop has dropped them, as after a fold of a cross-validation
+        return _begin(models, objects, config if settings else _CurrentPreparation.given)
     try:
         place.add(models, LearnerOfLoop(objects, _CurrentPreparation.config, place.world_size))
     except BaseException:
