@@ -198,9 +198,8 @@ class ScriptRecorder(LoopWatch):
         original = getattr(torch.autograd, name)
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            if (
-                self._is_inside or is_within_transform()
-            ):  # such as activation checkpointing, or torch.func.grad
+            # What PyTorch calls by itself is no event: activation checkpointing in a backward pass, torch.func.grad.
+            if self._is_inside or is_within_transform():
                 return original(*args, **kwargs)
             self._end_if_enough()
             given = [*args, *kwargs.values()]

@@ -193,7 +193,7 @@ class LoopState:
         """Context in which the loop computes with a batch.
 
         Contexts may be nested, for an evaluation in training or two loaders at once. The last batch of a loop that was
-        left, by ``break`` or ``next(iter(loader))``, stays current until the next one.
+        left, by ``break`` or ``next(iter(loader))``, stays current until the next one. ``mark`` is for the watch.
         """
         for left in [each for each in self._current if each.is_left]:
             self.leave(left)

@@ -74,9 +74,8 @@ class Own(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = next(leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Own))
-        if (
-            name := getattr(func, "__name__", "")
-        ) not in _SHAPES:  # a loop asks for as many as there are samples
+        name = getattr(func, "__name__", "")
+        if name not in _SHAPES:
             first.joint.names.append(name)
         given = plain_of(args), plain_of(kwargs)
         if isinstance(args[0] if args else None, Own) or name in WITH_REDUCTION:
@@ -135,7 +134,9 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 _SHAPES = frozenset({"__get__", "__len__", "dim", "numel", "size"})
-"""Functions that read the shape of a tensor, or another of its attributes."""
+"""Functions that read the shape of a tensor, or another of its attributes. They tell nothing of the path through a
+function: one that goes through a list of samples calls them once for each.
+"""
 _LOOKS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__contains__")
 """Functions that read single numbers, by which a loss might branch."""
 
