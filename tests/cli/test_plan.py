@@ -70,3 +70,38 @@ def test_ways_are_tried_compared_and_written(capsys: pytest.CaptureFixture[str])
     assert plan["curve"][0]["speedup"] == 1.0
     assert plan["refused"].keys() >= {"context --processes 2", "experts --processes 2"}
     assert plan["ways"][0]["options"] in capsys.readouterr().out
+
+
+_UNKNOWN = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from evener import Task
+
+
+class Chooses(nn.Linear):
+    def forward(self, x):
+        return super().forward(x * (len(x[x.sum(1) > 0]) > 0))
+
+
+def task():
+    return Task(
+        model=lambda: Chooses(4, 2),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        train=TensorDataset(torch.rand(64, 4), torch.arange(64) % 2),
+        batch_size=8,
+    )
+"""
+
+
+@pytest.mark.slow
+def test_ways_are_compared_though_memory_cannot_be_known(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("chooses.py").write_text(_UNKNOWN)
+    arguments = ("plan", "chooses:task", "--device", "cpu", "--processes", "1")
+    assert main([*arguments, "--memory"]) == 2
+    assert main([*arguments, "--budget", "4", "--json", "plan.json"]) == 0
+    (way,) = json.loads(Path("plan.json").read_text())["plan"]["ways"]
+    assert way["needed"] is None
+    assert "cannot be known" in capsys.readouterr().out

@@ -123,10 +123,20 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _memory(arguments: argparse.Namespace, config: RunConfig) -> tuple[dict[str, Any], bool]:
-    """Prints the memory of a run with the settings. Returns it, and True if it is within the limits."""
-    from evener.tools.estimate import estimate_memory
+    """Prints the memory of a run with the settings. Returns it, and True if it is within the limits. Returns nothing if
+    it cannot be known, as the plan then notes for each way.
 
-    estimate = estimate_memory(arguments.task, config, options=options.task_options_of(arguments))
+    Raises:
+        UnknownMemoryError: If memory alone is asked for, and cannot be known before the run.
+    """
+    from evener.tools.estimate import UnknownMemoryError, estimate_memory
+
+    try:
+        estimate = estimate_memory(arguments.task, config, options=options.task_options_of(arguments))
+    except UnknownMemoryError:
+        if arguments.memory:
+            raise
+        return {}, True
     limits = parse_limits(arguments.memory_limit, len(estimate.ranks))
     exceeding = estimate.exceeding(limits)
     print(estimate)

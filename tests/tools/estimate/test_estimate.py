@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -350,10 +351,18 @@ class Counts(nn.Linear):
         return super().forward(x[: int(x.long().sum())])
 
 
+class CallsNumpy(nn.Linear):
+    """As an operator of one's own may, which does not tell the shape of its result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.from_numpy(np.tanh(x.numpy())))
+
+
 @pytest.mark.parametrize(
     ("task", "settings", "told"),
     [
         (small(model=lambda: Chooses(100, 10)), {}, "test_estimate.py"),
+        (small(model=lambda: CallsNumpy(100, 10)), {}, "test_estimate.py:.*RuntimeError"),
         (small(model=lambda: Counts(100, 10)), {}, "test_estimate.py"),
         (small(model=lambda: Embeds(100, 10), optimizer=sgd), {"processes": 2}, "sparse=True"),
         (small(), {"strategy": "pipeline", "processes": 2}, "cut="),

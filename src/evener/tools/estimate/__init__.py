@@ -11,10 +11,12 @@
 ``steps``             the steps that are counted, for estimates and measurements alike
 ``measure``           measures the same steps in a real run, to compare with the estimate
 ``result``            the record
+``unknown``           why memory cannot be known before a run
 ====================  ========================================================================
 """
 
 from evener.tools.estimate.estimate import estimate_memory
 from evener.tools.estimate.result import MemoryEstimate, RankMemory
+from evener.tools.estimate.unknown import UnknownMemoryError
 
-__all__ = ["MemoryEstimate", "RankMemory", "estimate_memory"]
+__all__ = ["MemoryEstimate", "RankMemory", "UnknownMemoryError", "estimate_memory"]

@@ -14,7 +14,7 @@ from evener.core.config.run_config import RunConfig
 from evener.core.config.sizes import size_words
 from evener.core.task.task import Task, TaskLike, resolve
 from evener.distributed.environment import default_processes, kind_taken
-from evener.errors import ConfigurationError
+from evener.errors import EvenerError
 from evener.hardware import accelerators
 from evener.strategies.base import Strategy
 from evener.strategies.composed import Composed
@@ -22,6 +22,7 @@ from evener.strategies.pipeline.pipeline import Pipeline
 from evener.tools.estimate.fake_p2p import NotYetSentError, PostOffice
 from evener.tools.estimate.rank import FakeRank, RankPeak, estimate_rank
 from evener.tools.estimate.result import MemoryEstimate
+from evener.tools.estimate.unknown import UnknownMemoryError, unknown_by_error
 from evener.training.batches.device_mix import difference
 from evener.training.builtin_tasks import BUILT_IN
 from evener.training.factory import balance_of, strategy_of, suggested_processes
@@ -49,7 +50,8 @@ def estimate_memory(
         options: Keyword arguments of the task's function.
 
     Raises:
-        ConfigurationError: If the settings cannot work together, or memory cannot be known before the run. Says why.
+        ConfigurationError: If the settings cannot work together.
+        UnknownMemoryError: If memory cannot be known before the run. Says why.
     """
     config = (config or RunConfig()).replace(**settings)
     kind = kind_taken(config.device)
@@ -97,24 +99,24 @@ def settings_of_two_steps(config: RunConfig) -> RunConfig:
 
 def refuse_unknowable(config: RunConfig, strategy: Strategy) -> None:
     if config.compress == "powersgd":
-        raise ConfigurationError(
+        raise UnknownMemoryError(
             "what compress 'powersgd' holds depends on sums that are not there before the run: estimate without it; it "
             "keeps as much again as the gradients"
         )
     parts = strategy.parts if isinstance(strategy, Composed) else (strategy,)
     if any(part.one_process for part in parts):
-        raise ConfigurationError(
+        raise UnknownMemoryError(
             f"strategy {strategy.label!r} uses several devices in one process, of which no estimate is made: estimate "
             "the samples of one device with strategy single"
         )
     if any(part.batch_parts(1) is not None for part in parts):
-        raise ConfigurationError(
+        raise UnknownMemoryError(
             f"with strategy {strategy.label!r} ranks do not meet in every step, of which no estimate is made: estimate "
             "one process with a batch of batch_size / ranks samples, and add the weights three times, which are the "
             "merged ones, the momentum of an outer optimizer or the server's sum, and what is on its way"
         )
     if any(isinstance(part, Pipeline) and part.cut is None and part.balance == "time" for part in parts):
-        raise ConfigurationError(
+        raise UnknownMemoryError(
             "a pipeline is cut by the time that its layers take, which is measured in the run and not known before: "
             "say where it is cut, strategy_option cut=MODULE,..., or cut it by numbers of layers, strategy_option "
             "balance=equal"
@@ -136,9 +138,13 @@ def estimate_ranks(
                     found[rank] = estimate_rank(task, config, rank, world_size, place, mail)
             except NotYetSentError:
                 continue
+            except EvenerError:
+                raise
+            except Exception as error:
+                raise unknown_by_error(error) from error
             waiting.remove(rank)
         if (len(waiting), mail.sent) == before:
-            raise ConfigurationError(
+            raise UnknownMemoryError(
                 f"ranks {waiting} of the pipeline wait for each other: no estimate can be made"
             )
         waiting.reverse()  # the last rank sends gradients back first

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evener.errors import ConfigurationError
 from evener.files import PACKAGE
 from evener.tools.estimate.onednn_workspace import RECURRENT, with_workspace
+from evener.tools.estimate.unknown import UnknownMemoryError
 from evener.torch_internals.dispatch import READS_NUMBER, DispatchMode, depends_on_numbers, wraps
 
 _TORCH, _EVENER = str(Path(torch.__file__).parent), str(PACKAGE)
@@ -40,7 +40,7 @@ class FakeValues(DispatchMode):
     """Dispatch mode that answers for the values of tensors that have none.
 
     Raises:
-        ConfigurationError: If memory would depend on an invented answer.
+        UnknownMemoryError: If memory would depend on an invented answer.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class FakeValues(DispatchMode):
         if any(map(wraps, types)):
             return NotImplemented
         if function.namespace == "c10d" and isinstance(args[0], list) and any(map(_is_sparse, args[0])):
-            raise ConfigurationError(
+            raise UnknownMemoryError(
                 "memory cannot be known before the run: gradients of embeddings with sparse=True are summed over "
                 "ranks, and how many rows the sum has depends on the samples. Measure it in a run, or leave "
                 "sparse=True out"
@@ -74,7 +74,7 @@ class FakeValues(DispatchMode):
         elif function is READS_NUMBER and _is_no_size(args[0]):
             answer = True if args[0].dtype is torch.bool else 1.0
         else:
-            raise ConfigurationError(
+            raise UnknownMemoryError(
                 f"memory cannot be known before the run: {function} at {place or 'a place in a library'} depends on "
                 "the numbers in a tensor, and how much is made then may too. Measure it in a run"
             ) from error

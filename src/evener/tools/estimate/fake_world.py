@@ -43,6 +43,7 @@ from evener.strategies.pipeline.p2p import LINES
 from evener.strategies.sharded.exchange_order import Turns
 from evener.tools.estimate.fake_p2p import PostOffice
 from evener.tools.estimate.traffic import Traffic
+from evener.tools.estimate.unknown import UnknownMemoryError
 from evener.torch_internals.process_groups import FAKE_BACKEND, open_fake_group
 
 
@@ -102,7 +103,7 @@ class World:
 
     def _all_reduce(self, name: str | None, group: dist.ProcessGroup, timeout_seconds: float) -> AllReduce:
         if name not in (None, "native", "shared-memory") and (name != "auto" or self.on_host):
-            raise ConfigurationError(
+            raise UnknownMemoryError(
                 f"what all-reduce {name!r} holds is not known before the run: estimate with allreduce=native, or leave "
                 "it out"
             )

@@ -93,7 +93,7 @@ def estimate_rank(
         mail: Messages that the other pipeline stages have sent so far.
 
     Raises:
-        ConfigurationError: If memory depends on values of tensors.
+        UnknownMemoryError: If memory depends on values of tensors.
         NotYetSentError: If another rank must be estimated first.
     """
     device, traffic = place.device, Traffic()

@@ -259,7 +259,7 @@ def _with_memory(
 ) -> tuple[list[Way], list[str]]:
     """Returns the ways with estimates of their memory: of the fastest, and of all that come before the one that is
     chosen."""
-    found, notes, fitting = list[Way](), list[str](), 0
+    found, unknown, fitting = list[Way](), dict[str, list[str]](), 0
     for way in ways:
         if fitting < ESTIMATED and not way.algorithm:
             try:
@@ -267,7 +267,7 @@ def _with_memory(
                     task, knowable(way.candidate).config(config, batch_size), options=options
                 )
             except ConfigurationError as error:
-                notes.append(f"no estimate of the memory of {way.candidate.words}: {error}")
+                unknown.setdefault(str(error), []).append(way.candidate.words)
             else:
                 limits = parse_limits(config.memory_limit, way.candidate.ranks)
                 own = [each or memory_here(estimate.device, rank) for rank, each in enumerate(limits)]
@@ -275,7 +275,9 @@ def _with_memory(
                 way = replace(way, needed=worst.needed, limit=own[worst.rank])
             fitting += way.fits
         found.append(way)
-    return found, notes
+    return found, [
+        f"no estimate of the memory of {'; '.join(which)}: {why}" for why, which in unknown.items()
+    ]
 
 
 def memory_here(kind: str, rank: int) -> int | None:
