@@ -41,6 +41,10 @@ class Same(nn.Module):
             "dict": {"y": y, "sum": y.sum(1)},
             "dataclass": Named(y, {"sum": y.sum(1)}),
             "mean": y.mean(),
+            "boxes": [{"boxes": each.expand(1 + int(each[0]) % 3, 2), "name": f"{each[0]:g}"} for each in y],
+            "rows": [*y],
+            "none": {"y": y, "hidden": None},
+            "length": (y, len(y)),
         }
         return forms[self.form]
 
@@ -209,7 +213,7 @@ def test_predictions_are_in_order(ranks: Any, size: int) -> None:
         for y, (more, labels) in ranks(2).run(predicted, "tuple", size, True, **settings):
             assert y[:, 0].tolist() == list(range(size))
             torch.testing.assert_close(more, y + 1)
-            assert set(labels) == {"label"}
+            assert labels == "label"
         for tree in ranks(2).run(predicted, "dict", size, True, **settings):
             assert tree["sum"].tolist() == [2 * i for i in range(size)]
         for named in ranks(2).run(predicted, "dataclass", size, True, **settings):
@@ -217,9 +221,27 @@ def test_predictions_are_in_order(ranks: Any, size: int) -> None:
             assert named.more["sum"].tolist() == [2 * i for i in range(size)]
 
 
-def test_an_output_that_is_not_by_sample_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="dimension 0 must be the samples"):
-        predicted("mean", 7, True)
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_lists_of_an_entry_for_each_sample_are_joined_by_samples(ranks: Any, size: int) -> None:
+    for settings in ({"batch_size": 4}, {"batch_size": 6, "micro_batch": 4, "balance": "2,1"}):
+        for found in ranks(2).run(predicted, "boxes", size, True, **settings):
+            assert [each["name"] for each in found] == [str(number) for number in range(size)]
+            assert [len(each["boxes"]) for each in found] == [1 + number % 3 for number in range(size)]
+        for rows in ranks(2).run(predicted, "rows", size, True, **settings):
+            assert [row[0].item() for row in rows] == [*range(size)]
+            assert all(row.untyped_storage().nbytes() == row.nbytes for row in rows)
+        for tree in ranks(2).run(predicted, "none", size, True, **settings):
+            assert tree["hidden"] is None
+            assert tree["y"][:, 0].tolist() == [*range(size)]
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [("mean", "dimension 0 must be the samples"), ("length", "3 for the 3 samples from 4 on")],
+)
+def test_an_output_that_is_not_by_sample_is_refused(form: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        predicted(form, 7, True, batch_size=4)
 
 
 class Padded(nn.Module):

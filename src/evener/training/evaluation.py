@@ -176,12 +176,13 @@ def predict(
 
     All ranks must call this together. If the ranks own samples of their own, those of rank 0's part come first.
 
-    Tensor outputs, also in tuples, lists, dicts and dataclasses, are concatenated along dimension 0. Other outputs are
-    returned as a list with one entry for each micro-batch of a rank.
+    Tensor outputs, also in tuples, lists, dicts and dataclasses, are concatenated along dimension 0. A list of one
+    entry for each sample, as models that detect objects return, becomes such a list of the whole dataset. Other outputs
+    must be the same for all samples, and are returned once.
 
     Raises:
-        ConfigurationError: If dimension 0 of an output is not the samples, other dimensions differ between batches, or
-            the dataset has no order.
+        ConfigurationError: If dimension 0 of an output is not the samples, other dimensions differ between batches, an
+            output that is no tensor differs between them, or the dataset has no order.
     """
     _check_ordered(dataset)
     average = learner.average
@@ -302,7 +303,12 @@ def _named_values(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _to_cpu(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+    """Returns a leaf to keep. A part of a larger tensor is copied, or that tensor would be kept and sent with it."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    kept = leaf.detach().cpu()
+    is_part = kept.layout is torch.strided and kept.untyped_storage().nbytes() > kept.nbytes
+    return kept.clone() if is_part else kept
 
 
 def _joined(pieces: list[Piece]) -> Tree:
@@ -313,6 +319,8 @@ def _joined(pieces: list[Piece]) -> Tree:
     if isinstance(first, Mapping):
         return {key: _joined([(start, size, tree[key]) for start, size, tree in pieces]) for key in first}
     if isinstance(first, tuple | list):
+        if _is_by_sample(pieces):
+            return [entry for _, _, entries in pieces for entry in entries]
         columns = range(len(first))
         joined = [_joined([(start, size, tree[i]) for start, size, tree in pieces]) for i in columns]
         return joined if isinstance(first, list) else tuple(joined)
@@ -322,7 +330,26 @@ def _joined(pieces: list[Piece]) -> Tree:
             name: [(start, size, getattr(tree, name)) for start, size, tree in pieces] for name in names
         }
         return replace(first, **{name: _joined(column) for name, column in of_names.items()})
-    return [outputs for _, _, outputs in pieces]
+    for start, size, other in pieces:
+        if other is not first and not (type(other) is type(first) and bool(other == first)):
+            raise ConfigurationError(
+                f"predict: the outputs hold {first!r} for the first {pieces[0][1]} samples and {other!r} for the "
+                f"{size} samples from {start} on, which are no tensors and cannot be joined: have the model return a "
+                "tensor of one row for each sample, or a list of one entry for each"
+            )
+    return first
+
+
+def _is_by_sample(pieces: list[Piece]) -> bool:
+    """Returns True if the outputs are lists of one entry for each sample, and not some tensors of one row for each."""
+
+    def has_rows(entry: Tree, size: int) -> bool:
+        return isinstance(entry, Tensor) and entry.ndim > 0 and len(entry) == size
+
+    if not all(isinstance(entries, list) and len(entries) == size for _, size, entries in pieces):
+        return False
+    of_one_kind = len({type(entry) for _, _, entries in pieces for entry in entries}) == 1
+    return of_one_kind and not all(has_rows(entry, size) for _, size, entries in pieces for entry in entries)
 
 
 def _check_ordered(dataset: Dataset[Any]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import codecs
 import csv
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,6 +29,9 @@ from evener.core.types import Tree
 from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError, DataError
 from evener.files import replacing
+
+_SHOWN = 8
+"""Number of outputs that are listed."""
 
 # Reading
 
@@ -157,17 +160,26 @@ def shapes(outputs: Tree) -> str:
         found = tensors(outputs, "")
     except ConfigurationError:
         return "outputs that are not all tensors"
-    return ", ".join(f"{name} {tuple(value.shape)}" for name, value in found.items())
+    return _first(f"{name} {tuple(value.shape)}" for name, value in found.items())
+
+
+def _first(words: Iterable[str]) -> str:
+    """Joins the first words, and says how many more there are: a list may have some for each sample."""
+    words = [*words]
+    more = len(words) - _SHOWN
+    return ", ".join(words[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def tensors(outputs: Tree, suffix: str, name: str = "") -> dict[str, Tensor]:
-    """Returns the outputs by name; nested names are joined with dots.
+    """Returns the outputs by name, without those that are None; nested names are joined with dots.
 
     Raises:
         ConfigurationError: If an output is not a tensor, which a file with this ``suffix`` cannot hold.
     """
     if isinstance(outputs, Tensor):
         return {name or "outputs": outputs}
+    if outputs is None:
+        return {}
     if isinstance(outputs, Mapping):
         entries = {str(key): value for key, value in outputs.items()}
     elif isinstance(outputs, tuple | list):
@@ -191,7 +203,7 @@ def _write_npy(file: BinaryIO, outputs: Tree) -> None:
     found = tensors(outputs, ".npy")
     if len(found) != 1:
         raise ConfigurationError(
-            f"the model has {len(found)} outputs ({', '.join(found)}), and a .npy file holds one: --out FILE.npz has "
+            f"the model has {len(found)} outputs ({_first(found)}), and a .npy file holds one: --out FILE.npz has "
             "them by name"
         )
     np.save(file, _array(*found.values()))
