@@ -18,7 +18,7 @@ def check_names(arguments: argparse.Namespace) -> None:
 
     takes_scripts = hasattr(arguments, "script_arguments")
     for name in _given(arguments, "task"):
-        if takes_scripts and name.endswith(".py"):
+        if takes_scripts and (arguments.module or name.endswith(".py")):
             continue
         check_name(name, "task", MEANINGS["task"], TaskError)
     for name in (_given(arguments, "strategy") or [""])[0].split(","):

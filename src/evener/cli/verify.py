@@ -75,11 +75,12 @@ HELP = CommandHelp(
     "prove that dividing the work changes nothing",
     "Take the same steps on one device and on several ranks, and compare losses, gradients and weights. The "
     "tolerance is what rounding alone causes, measured on one device. Exit status 1 if the runs differ by more. A "
-    "SCRIPT.py that calls evener.prepare is run unchanged; if it trains differently, the line is named. The "
-    "script's own options follow --.",
+    "SCRIPT.py that calls evener.prepare, or with -m a module, is run unchanged; if it trains differently, the line is "
+    "named. The script's own options follow --.",
     usage="TASK|SCRIPT.py [OPTIONS] [-- ARGS]",
     examples=(
         "evener verify loop.py",
+        "evener verify -m package.loop",
         "evener verify loop.py --processes 2 --shares 3,1 -- --epochs 1",
         "evener verify digits --processes 3",
         "evener verify mytask:task --shares 3,1 --steps 20 --json verified.json",
@@ -94,6 +95,9 @@ def fill(parser: Parser) -> None:
     options.add_task_options(parser)
     options.add_config_options(parser, *SETTINGS)
     options.add_shares_option(parser)
+    parser.option(
+        "task", "-m", "--module", action="store_true", help="TASK is a module that is run, as by python -m"
+    )
     parser.option(
         "output",
         "--tolerance",
@@ -130,7 +134,7 @@ def execute(arguments: argparse.Namespace) -> int:
         return execute_replay(arguments)
     if arguments.bits:
         return execute_bits(arguments)
-    if arguments.task.endswith(".py"):
+    if arguments.module or arguments.task.endswith(".py"):
         return execute_script(arguments)
     if arguments.script_arguments:
         raise ConfigurationError(
@@ -160,7 +164,7 @@ def execute_replay(arguments: argparse.Namespace) -> int:
     """Repeats an asynchronous run and prints the result. Returns exit status 1 if the weights differ."""
     given = options.said(arguments, *SETTINGS, "tolerance")
     strange = [option for option, value in given.items() if value is not None]
-    strange += ["--bits"] if arguments.bits else []
+    strange += ["--bits"] * arguments.bits + ["-m"] * arguments.module
     if strange or arguments.script_arguments:
         raise ConfigurationError(
             f"{(strange or ['--'])[0]} does not go with --replay: how the run was made is in its directory"
@@ -180,7 +184,8 @@ def execute_replay(arguments: argparse.Namespace) -> int:
 
 def execute_bits(arguments: argparse.Namespace) -> int:
     """Compares the bits of several divisions and prints them. Returns exit status 1 if they differ."""
-    if arguments.task.endswith(".py") or arguments.script_arguments or arguments.tolerance is not None:
+    is_script = arguments.module or arguments.task.endswith(".py")
+    if is_script or arguments.script_arguments or arguments.tolerance is not None:
         raise ConfigurationError(
             "--bits compares the bits of a TASK, without --tolerance: a script divides its batches itself"
         )
@@ -244,12 +249,14 @@ def execute_script(arguments: argparse.Namespace) -> int:
     """Compares a script's training with one device, and prints the result. Returns exit status 1 if they differ."""
     _check_options_of_scripts(arguments)
     config = options.config_of(arguments)
+    if arguments.module:
+        options.find_modules_here()
     import dataclasses
 
     from evener.files import write_json
     from evener.tools.verify_script import verify_script
 
-    result = verify_script(arguments.task, arguments.script_arguments, config)
+    result = verify_script(arguments.task, arguments.script_arguments, config, is_module=arguments.module)
     if arguments.json is not None:
         write_json(arguments.json, dataclasses.asdict(result), follow=True)
     print(text_of_script(result), flush=True)

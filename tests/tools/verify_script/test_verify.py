@@ -56,6 +56,56 @@ def proof(
     return proof
 
 
+_PACKAGE = {
+    "pieces/__init__.py": "",
+    "pieces/net.py": "import torch\n\n\ndef net():\n    return torch.nn.Linear(4, 3)\n",
+    "pieces/own/__init__.py": "",
+    "pieces/own/loop.py": """
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import evener
+
+from ..net import net
+
+x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+model = net()
+train, model, optimizer, loss = evener.prepare(
+    DataLoader(TensorDataset(x, torch.arange(24) % 3), batch_size=8),
+    model,
+    torch.optim.SGD(model.parameters(), lr=0.1),
+    nn.CrossEntropyLoss(),
+)
+for x, y in train:
+    optimizer.zero_grad()
+    value = loss(model(x), y) * (len(x) if "wrong" in sys.argv else 1)
+    value.backward()
+    optimizer.step()
+""",
+    "pieces/__main__.py": "from pieces.own import loop\n",
+}
+
+
+def test_a_module_of_a_package_is_verified_by_its_name(
+    tmp_path: Path, ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It imports from its package, as with ``python -m``, and its lines are named wherever they are in it."""
+    Warm(tmp_path, ranks, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, text in _PACKAGE.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+    settings: dict[str, Any] = {"is_module": True, "device": "cpu", "timeout_seconds": 20.0}
+    assert verify_script("pieces", **settings).passed
+    found = verify_script("pieces.own.loop", ["wrong"], **settings)
+    assert not found.passed
+    assert found.line.startswith(str(Path("pieces", "own", "loop.py")))
+
+
 def check_line(name: str, found: ScriptVerification) -> None:
     """The line is one of those that are marked in the loop; a refusal names where it met the loop."""
     file, _, number = found.line.rpartition(":")
@@ -218,6 +268,9 @@ def test_a_loop_without_a_loader_has_no_end_of_an_epoch() -> None:
     ("words", "said"),
     [
         (("nothing.py",), "no script 'nothing.py'"),
+        (("-m", "nothing.at.all"), "no module named 'nothing.at.all'"),
+        (("-m", "pieces", "--bits"), "--bits compares the bits of a TASK"),
+        (("-m", "pieces", "--batch-size", "4"), "--batch-size goes with a TASK"),
         (("digits", "--", "--epochs", "2"), "--epochs 2 stands behind --"),
         ((str(LOOPS / "tokens.py"), "--strategy", "sharded"), "--strategy goes with a TASK"),
         ((str(LOOPS / "tokens.py"), "--tolerance", "1"), "--tolerance goes with a TASK"),

@@ -109,7 +109,7 @@ def run_script(
         RankTimeoutError: If a rank waited in vain. The message says which rank is missing.
         InterruptedRunError: On SIGINT (Ctrl-C) or SIGTERM, after all ranks have ended.
     """
-    _check_exists(script, is_module)
+    file_of_script(script, is_module)
     job = Script(script, args, is_module, timeout_seconds, observer)
     with scratch() as directory, observer.following(directory) if observer else nullcontext():
         if is_launched():
@@ -119,16 +119,23 @@ def run_script(
             run_job(job, resolve_processes(processes, device), rendezvous, directory, _path_of_ranks())
 
 
-def _check_exists(script: str, is_module: bool) -> None:
-    if is_module:
-        try:
-            found = importlib.util.find_spec(script) is not None
-        except ImportError:
-            found = False
-        if not found:
-            raise ConfigurationError(f"no module named {script!r} on the path; is its package installed?")
-    elif not Path(script).is_file():
-        raise ConfigurationError(f"no script {script!r} in {os.getcwd()}; give the path of a Python file")
+def file_of_script(script: str, is_module: bool) -> Path:
+    """Returns the file of a script or, with ``is_module``, of a module, which may be that of a package.
+
+    Raises:
+        ConfigurationError: If there is none.
+    """
+    if not is_module:
+        if not Path(script).is_file():
+            raise ConfigurationError(f"no script {script!r} in {os.getcwd()}; give the path of a Python file")
+        return Path(script)
+    try:
+        found = importlib.util.find_spec(script)
+    except ImportError:
+        found = None
+    if found is None:
+        raise ConfigurationError(f"no module named {script!r} on the path; is its package installed?")
+    return Path(found.origin or "")
 
 
 def run_file(name: str) -> None:

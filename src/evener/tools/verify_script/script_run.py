@@ -6,6 +6,7 @@ import inspect
 import os
 import pickle
 import random
+import runpy
 import sys
 import tempfile
 import time
@@ -46,6 +47,13 @@ class ScriptCommand:
     args: tuple[str, ...] = ()
     timeout_seconds: float = 300.0
     """Longest time that ranks wait for each other."""
+    module: str = ""
+    """Dotted name, if it runs as a module of a package."""
+
+    @property
+    def home(self) -> Path:
+        """The directory from which the script imports: its own, or the one in which the module's package is."""
+        return self.path.parents[self.module.count(".")]
 
 
 class ScriptError(EvenerError):
@@ -136,7 +144,7 @@ def record_script(script: ScriptCommand, plans: list[RunPlan], directory: str = 
     """
     rank = detect().rank
     plan = plans[rank % len(plans)]
-    lines = ScriptLines(script.path.parent)
+    lines = ScriptLines(script.home)
     recorder = ScriptRecorder(plan, lines)
     output = Listening(lines.here, lambda: len(recorder.record.events))
     with ExitStack() as stack:
@@ -169,7 +177,10 @@ def record_script(script: ScriptCommand, plans: list[RunPlan], directory: str = 
 def _run(script: ScriptCommand) -> None:
     """Runs the script to its end, which may be a successful ``sys.exit()``."""
     try:
-        run_file(str(script.path))
+        if script.module:
+            runpy.run_module(script.module, run_name="__main__", alter_sys=True)
+        else:
+            run_file(str(script.path))
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
@@ -191,7 +202,7 @@ def _with_line(error: BaseException, rank: int, lines: ScriptLines) -> BaseExcep
 def _as_a_program(script: ScriptCommand, directory: str, is_alone: bool) -> Iterator[None]:
     """Sets the process up to run the script as a program in ``directory``, and restores its state afterwards."""
     where, modules, main = os.getcwd(), set(sys.modules), sys.modules.get("__main__")
-    path = [str(script.path.parent), *sys.path]
+    path = [str(script.home), *sys.path]
     variables = [] if not is_alone else ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ))
@@ -206,7 +217,7 @@ def _as_a_program(script: ScriptCommand, directory: str, is_alone: bool) -> Iter
             os.chdir(where)
             if main is not None:
                 sys.modules["__main__"] = main
-            _forget(set(sys.modules) - modules, script.path.parent)
+            _forget(set(sys.modules) - modules, script.home)
 
 
 def _forget(names: set[str], home: Path) -> None:

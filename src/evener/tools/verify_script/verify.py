@@ -11,6 +11,7 @@ from evener.core.config.kwargs import Settings
 from evener.core.config.process_range import one_number
 from evener.core.config.run_config import RunConfig
 from evener.distributed.launch.launch import is_launched
+from evener.distributed.launch.script import file_of_script
 from evener.errors import ConfigurationError, EvenerError, InterruptedRunError
 from evener.tools.verify.comparison import LIMIT
 from evener.tools.verify.verification import ALL_RUNS, FIRST_RUNS, STRONGER
@@ -99,6 +100,8 @@ def verify_script(
     script: str | Path,
     args: Sequence[str] = (),
     config: RunConfig | None = None,
+    *,
+    is_module: bool = False,
     **settings: Unpack[Settings],
 ) -> ScriptVerification:
     """Runs a script on one device and on several ranks with uneven shares, and compares its training.
@@ -107,18 +110,21 @@ def verify_script(
     copy of the working directory. Differences up to the measured effect of rounding pass.
 
     Args:
-        script: Path of a Python file.
+        script: Path of a Python file, or with ``is_module`` a module's dotted name, as for ``python -m``.
         args: Command-line arguments of the script.
         config: Settings: processes (default: 2), balance (default: 3,1 for two ranks), steps (optimizer steps after
             which a run ends; default: 20), and settings of evener.prepare that replace those of the script.
+        is_module: True if ``script`` names a module.
 
     Raises:
         ConfigurationError: If the settings cannot work together, or there is no such script.
     """
     given = (config or RunConfig()).replace(**settings)
-    path = Path(script)
-    if not path.is_file():
-        raise ConfigurationError(f"no script {str(script)!r} in {Path.cwd()}; give the path of a Python file")
+    name = str(script)
+    path = file_of_script(name, is_module)
+    if is_module and path.name == "__init__.py":
+        name = f"{name}.__main__"  # of a package
+        path = file_of_script(name, is_module)
     if is_launched():
         raise ConfigurationError(
             "verify starts ranks of its own: call it in one process, without torchrun or srun"
@@ -129,7 +135,7 @@ def verify_script(
     balance = given.balance or ",".join(_UNEVEN[rank % len(_UNEVEN)] for rank in range(processes))
     balancer_called(balance, given, processes, lookahead=1)
     proof = _Proof(
-        ScriptCommand(path.resolve(), tuple(args), given.timeout_seconds),
+        ScriptCommand(path.resolve(), tuple(args), given.timeout_seconds, name if is_module else ""),
         given.replace(processes=processes, balance=balance, steps=given.steps or STEPS),
         ScriptVerification(str(script), processes, balance, 0, ended_by_limit=False, passed=False),
     )
