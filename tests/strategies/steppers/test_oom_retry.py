@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.strategies.hungry import (
     ROOMY,
     TIGHT,
     Whole,
+    Wide,
     room_for,
     same,
     task,
@@ -133,6 +135,37 @@ def test_statistics_of_a_batch_are_not_cut_in_silence() -> None:
     with (
         Engine(task(normalized), device="cpu", memory_limit="1KiB") as engine,
         pytest.raises(torch.OutOfMemoryError, match="the limit is 1024"),
+    ):
+        engine.step(next(engine.batches()))
+
+
+class Spectral(Wide):
+    """Its norm's vectors are written in each forward pass; the buffer that is written alike is no reason to warn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.utils.parametrizations.spectral_norm(self.down)
+        self.register_buffer("cached", torch.zeros(3))
+        self.cached: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cached.fill_(1.0)
+        return super().forward(x) * self.cached
+
+
+@pytest.mark.parametrize("settings", [{"micro_batch": "auto"}, {}], ids=str)
+def test_a_buffer_that_pieces_write_more_often_is_told(settings: dict[str, Any]) -> None:
+    limited: dict[str, Any] = {"device": "cpu", "dtype": "float64", "memory_limit": str(TIGHT)}
+    with (
+        Engine(task(Spectral), **limited, **settings) as engine,
+        pytest.warns(
+            UserWarning, match=r"buffer down.parametrizations.weight.0._u is written .* rank 0 takes"
+        ),
+    ):
+        engine.step(next(engine.batches()))
+    with (
+        Engine(task(Spectral), **limited | {"memory_limit": str(4 * ROOMY)}) as engine,
+        warnings.catch_warnings(action="error"),
     ):
         engine.step(next(engine.batches()))
 

@@ -256,18 +256,15 @@ class ScheduleRunner:
         if micro != 1 or self._looked_at < 2:
             yield
             return
-        before = [(buffer, buffer.clone()) for buffer in self._learner.loose_buffers.tensors()]
-        yield
-        changed = [held for held, old in before if held.shape == old.shape and not torch.equal(held, old)]
-        for name, buffer in self._learner.model.named_buffers() if changed else ():
-            if any(buffer is each for each in changed):
-                warnings.warn(
-                    f"buffer {name} is written in each forward pass, of which one device takes one for a micro-batch "
-                    "and a pipeline one for each piece of it, which is another training. With microbatches=1, and "
-                    "micro_batch set to what fills the pipeline, each micro-batch stays whole",
-                    stacklevel=2,
-                )
-                return
+        with self._learner.loose_buffers.written() as names:
+            yield
+        if names:
+            warnings.warn(
+                f"buffer {names[0]} is written in each forward pass, of which one device takes one for a micro-batch "
+                "and a pipeline one for each piece of it, which is another training. With microbatches=1, and "
+                "micro_batch set to what fills the pipeline, each micro-batch stays whole",
+                stacklevel=2,
+            )
 
     def refusal(self, micro: MicroBatch) -> str | None:
         """Returns the reason why the pieces' losses do not add up to the whole micro-batch's; None if they do."""

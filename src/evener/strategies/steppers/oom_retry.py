@@ -22,6 +22,7 @@ import dataclasses
 import gc
 import math
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import chain
 
@@ -84,6 +85,7 @@ class Piecewise(Plain):
         self._device = learner.session.device
         self._sizing = Sizing(learner) if learner.settings.fits else None
         self.size = MicroBatchSize()
+        self._has_begun, self._has_looked = False, False
 
     def run(self, batch: Batch, divisor: Callable[[], float], step: int) -> StepOutcome:
         self._retries, self._fitting = 0, 0
@@ -110,6 +112,7 @@ class Piecewise(Plain):
     def _attempt(
         self, micro_batches: Sequence[MicroBatch], divisor: Callable[[], float], step: int
     ) -> list[Readout]:
+        self._has_begun = False
         if self._sizing is None:
             self._taken = max(len(micro.samples) for micro in micro_batches)
             return super()._passes(self._cut(micro_batches), divisor, step)
@@ -124,6 +127,28 @@ class Piecewise(Plain):
                 totals.append(self._pass(piece, rest is None, divisor, step))
         self._fitting = self._sizing.fitting(len(micro.samples))
         return totals
+
+    def _pass(self, micro: MicroBatch, last: bool, divisor: Callable[[], float], step: int) -> Readout:
+        """Runs a pass. The first time that it is the second of a step that is cut by memory, looks for buffers that it
+        writes, which a pass over the whole batch would have written once.
+
+        Warns:
+            UserWarning: If there is such a buffer.
+        """
+        is_second, self._has_begun = self._has_begun, True
+        if not is_second or self._has_looked or (self._sizing is None and self.size.most is None):
+            return super()._pass(micro, last, divisor, step)
+        self._has_looked = True
+        with self._learner.loose_buffers.written() as names:
+            total = super()._pass(micro, last, divisor, step)
+        if names:
+            warnings.warn(
+                f"buffer {names[0]} is written in each forward pass, and rank {self._learner.session.rank} takes as "
+                "many of them in a step as its memory asks for, which is another training than that of one device. "
+                "Give a micro_batch that fits on all ranks",
+                stacklevel=2,
+            )
+        return total
 
     def _most(self, sizing: Sizing, begun: bool) -> int:
         most = sizing.most(begun)
