@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -150,13 +151,14 @@ def test_a_type_that_a_pass_changes_is_as_before() -> None:
     assert torch.equal(model.layer.weight, before)
 
 
-def test_weights_that_contexts_keep_are_not_those_of_a_trial() -> None:
+@pytest.mark.parametrize("kept", [state_kept, nullcontext])
+def test_weights_that_contexts_keep_are_not_those_of_a_trial(kept: Any) -> None:
     first: Any = weight_norm(nn.Linear(3, 4))
     last = nn.Linear(4, 2)
     nn.init.zeros_(last.weight)  # which a trial disturbs
     model = nn.Sequential(first, last)
     with parametrize.cached(), torch.autocast("cpu", torch.bfloat16):
-        with undisturbed(model), state_kept(model):
+        with undisturbed(model), kept(model):
             model(torch.ones(1, 3))
         found = model(torch.ones(1, 3))
         assert torch.is_autocast_cache_enabled()

@@ -278,6 +278,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Puts the model in evaluation mode, and adds noise to parameters of equal elements, for the block. Restores all of
     it, buffers and random states included."""
     with ExitStack() as stack:
+        stack.enter_context(_caches_kept())
         stack.enter_context(accelerators.generators_kept(*accelerators.all_of_process()))
         stack.enter_context(buffers_kept(model))
         for name, parameter in model.named_parameters():

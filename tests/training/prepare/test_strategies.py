@@ -372,6 +372,24 @@ def test_the_model_computes_in_half_precision(ranks: Any, settings: Settings) ->
         assert seen == ["torch.bfloat16", "torch.float32", "torch.bfloat16"]
 
 
+def under_autocast(is_prepared: bool) -> dict[str, float]:
+    loop = Loop(is_prepared, model=model().float())
+    for x, y in loop.loader:
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                loop.model(x.float())
+            loss = loop.loss(loop.model(x.float()), y)
+        loss.backward()
+        break
+    return {name: p.grad.norm().item() for name, p in loop.model.named_parameters() if p.grad is not None}
+
+
+def test_weights_that_autocast_keeps_have_their_gradients(ranks: Any) -> None:
+    expected = under_autocast(False)
+    for found in ranks(2).run(prepared, under_autocast, **ZERO3):
+        assert found == {name: pytest.approx(value, rel=0.1) for name, value in expected.items()}
+
+
 # Experts
 
 

@@ -282,12 +282,13 @@ class FsdpSum(PostBackwardSum):
         )
 
     def _note_uses(self, unit: str, places: Sequence[Place], *_: Any) -> None:
-        """Registers hooks on the weights, which are whole now. They tell that a weight got a gradient, and which."""
-        gathered = self._gathered[unit]
+        """Registers hooks on the weights, which are whole now. They tell that a weight got a gradient, and which.
+        Casts that autocast keeps of an earlier pass are dropped: backward would reach them after FSDP2's sum."""
+        torch.clear_autocast_cache()
         for held, key, name in places:
             weight = held[key]
-            if weight.requires_grad and weight not in gathered:
-                gathered.add(weight)
+            if weight.requires_grad and weight not in self._gathered[unit]:
+                self._gathered[unit].add(weight)
                 self._handles.append(weight.register_hook(partial(self._note_use, name)))
                 note = partial(self._note_gradient, unit, name)
                 self._handles.append(weight.register_post_accumulate_grad_hook(note))
