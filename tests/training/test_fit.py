@@ -280,11 +280,12 @@ def test_what_cannot_work_is_found_before_ranks_are_started() -> None:
         ({"processes": 2, "balance": "uneven"}, ShareError, "uneven"),
         ({"processes": 999, "device": "cuda"}, ConfigurationError, "999"),
         ({"processes": 0}, ConfigurationError, "processes is 0"),
-        (
-            {"keep_best": "loss"},
-            ConfigurationError,
-            "keep_best='loss' keeps a checkpoint in the run directory",
+        *(
+            (setting, ConfigurationError, "is about checkpoints in the run directory, and the run has none")
+            for setting in ({"keep_best": "loss"}, {"save_every": 5}, {"keep": 3}, {"save_mode": "blocking"})
         ),
+        ({"rendezvous": "c10d"}, ConfigurationError, "rendezvous is 'c10d'; give an evener.Rendezvous"),
+        ({"run_home": ""}, ConfigurationError, "run_home is empty"),
     ):
         with pytest.raises(error, match=words) as caught:
             fit("digits", **settings)  # type: ignore[arg-type]

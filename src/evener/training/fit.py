@@ -20,7 +20,7 @@ from evener.core.config.kwargs import Settings
 from evener.core.config.offload import Offload
 from evener.core.config.process_range import one_number
 from evener.core.config.run_config import AUTO, RunConfig
-from evener.core.config.validation import check_settings
+from evener.core.config.validation import as_path, check_settings
 from evener.core.elsewhere import url_of
 from evener.core.observer import Observer
 from evener.core.task.task import Task, TaskLike, resolve
@@ -48,6 +48,7 @@ from evener.training.run import Run, Trained
 from evener.training.state.remote_run import check_elsewhere, running_elsewhere
 
 P = ParamSpec("P")
+_SAVING = ("save_every", "keep", "keep_best", "save_mode")
 _PATHS = ("run_dir", "resume", "weights", "offload_to", "metrics_file")
 
 
@@ -73,7 +74,7 @@ def fit(
     show: bool = True,
     observers: Sequence[Observer] = (),
     callback: Callback | None = None,
-    run_home: Path | None = None,
+    run_home: str | Path | None = None,
     **settings: Unpack[Settings],
 ) -> Trained:
     """Trains a task on all ranks.
@@ -92,14 +93,13 @@ def fit(
     Raises:
         EvenerError: Whatever ended the run; the class tells the cause.
     """
+    Rendezvous.check(rendezvous)
     config = (config or RunConfig()).replace(**settings)
     resolve(task, BUILT_IN, options)
-    config, run_home = resolved(config), run_home.absolute() if run_home is not None else None
-    if config.keep_best is not None and config.run_dir is None and run_home is None:
-        raise ConfigurationError(
-            f"keep_best={config.keep_best!r} keeps a checkpoint in the run directory, and the run has none: name one "
-            "with run_dir"
-        )
+    config, home = resolved(config), as_path("run_home", run_home)
+    home = None if home is None else home.absolute()
+    if config.run_dir is None and home is None:
+        _refuse_saving(config)
     headcount = headcount_of(config, rendezvous) or Headcount((check_plan(config, rendezvous),))
     check_elsewhere(config)
     if (
@@ -112,19 +112,30 @@ def fit(
     ):
         told = [*observers, *([] if bar is None else [bar])]
         shows = show and bar is None
-        job = FitJob(task, dict(options or {}), config, shows, told, callback, run_home, not is_launched())
+        job = FitJob(task, dict(options or {}), config, shows, told, callback, home, not is_launched())
         results = launch(
             job,
             processes=headcount,
             timeout_seconds=config.timeout_seconds,
             rendezvous=restarting(config, rendezvous),
             device=config.device,
-            grace_seconds=config.grace_seconds if config.run_dir or run_home else GRACE_SECONDS,
+            grace_seconds=config.grace_seconds if config.run_dir or home else GRACE_SECONDS,
             terms=joining_terms(task, config, options),
         )
     trained: Trained | None = results[0]
     assert trained is not None
     return trained
+
+
+def _refuse_saving(config: RunConfig) -> None:
+    """Refuses settings of checkpoints in a run that has no directory for them, where they would do nothing."""
+    plain = RunConfig()
+    for name in _SAVING:
+        if (value := getattr(config, name)) != getattr(plain, name):
+            raise ConfigurationError(
+                f"{name}={value!r} is about checkpoints in the run directory, and the run has none: name one with "
+                "run_dir"
+            )
 
 
 def _refuse_taken(config: RunConfig) -> None:

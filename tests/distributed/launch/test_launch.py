@@ -176,9 +176,11 @@ def test_what_cannot_be_sent_or_started_is_refused() -> None:
         with pytest.raises(ConfigurationError, match=rf"processes is {processes}; it must be a whole number"):
             launch(os.getpid, processes=processes)  # type: ignore[arg-type]
     for name in ("timeout_seconds", "grace_seconds"):
-        for seconds in (0, float("nan"), "5"):
+        for seconds in (0, float("nan"), "5", None):
             with pytest.raises(ConfigurationError, match=f"{name} is {seconds!r}"):
                 launch(os.getpid, **{name: seconds})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="rendezvous is 'c10d'; give an evener"):
+        launch(os.getpid, processes=2, rendezvous="c10d")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="3 is no function"):
         launch(3, processes=2)  # type: ignore[arg-type]
 

@@ -79,10 +79,12 @@ def positive(name: str, value: object) -> None:
         raise ConfigurationError(f"{name} is {value!r}; it must be a finite number above 0")
 
 
-def positive_seconds(name: str, value: float | None) -> None:
-    """Raises ConfigurationError if ``value`` is not a time above 0 that a wait can take. Accepts None."""
+def positive_seconds(name: str, value: float) -> None:
+    """Raises ConfigurationError if ``value`` is not a time above 0 that a wait can take. None is no time."""
+    if value is None:
+        raise ConfigurationError(f"{name} is None; give a number of seconds, or leave it out for the default")
     positive(name, value)
-    if value is not None and value > MOST_SECONDS:
+    if value > MOST_SECONDS:
         raise ConfigurationError(f"{name} is {value!r}; it must be at most {MOST_SECONDS:.0f} seconds")
 
 

@@ -74,7 +74,7 @@ def launch(
 
     Raises:
         ConfigurationError: If this machine cannot run so many processes, ``fn`` is no function or cannot be sent to
-            them, or a time is none.
+            them, or a time or the rendezvous is none.
         RankError: If a rank died, or raised an exception; then the message has its traceback.
         RankTimeoutError: If a rank waited in vain. The message says which rank is missing.
         InterruptedRunError: On SIGINT (Ctrl-C) or SIGTERM, after all ranks have ended. The message says where the run
@@ -85,6 +85,7 @@ def launch(
         raise ConfigurationError(f"{fn!r} is no function: give one, and its arguments after it")
     positive_seconds("timeout_seconds", timeout_seconds)
     positive_seconds("grace_seconds", grace_seconds)
+    Rendezvous.check(rendezvous)
     if is_launched():
         return [fn(*args, **kwargs)]
     headcount = processes if isinstance(processes, Headcount) else resolve_processes(processes, device)

@@ -44,6 +44,15 @@ class Rendezvous:
     standalone: bool = False
     """True for one machine on a free port. Implied if neither several machines nor an endpoint are given."""
 
+    @staticmethod
+    def check(given: object) -> None:
+        """Raises ConfigurationError if ``given``, the argument ``rendezvous`` of a function, is no rendezvous."""
+        if given is not None and not isinstance(given, Rendezvous):
+            raise ConfigurationError(
+                f"rendezvous is {given!r}; give an evener.Rendezvous(nnodes=..., rdzv_backend=..., rdzv_endpoint=...), "
+                "or leave it out for one machine"
+            )
+
     def __post_init__(self) -> None:
         least, most = self.nodes
         if not 0 < least <= most:
