@@ -203,6 +203,32 @@ def test_workers_read_what_the_plain_loader_reads() -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-13, atol=0)
 
 
+class WithoutLength:
+    def __getitem__(self, number: int) -> Tensor:
+        return INPUTS[number]
+
+
+INPUTS = rows(20).tensors[0]
+
+
+def read_from(dataset: Any) -> Tensor:
+    """What all ranks read of a loader whose data set is no ``Dataset``."""
+    loader = DataLoader(dataset, batch_size=6, sampler=range(20))
+    with with_settings(balance="3,1"):
+        _, loader = evener.prepare(model_of(), loader)
+        return torch.cat([evener.gather(torch.as_tensor(each)) for each in loader])
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [INPUTS, INPUTS.numpy(), dict(enumerate(INPUTS)), list(INPUTS), WithoutLength()],
+    ids=["tensor", "array", "mapping", "list", "without-length"],
+)
+def test_a_loader_may_read_whatever_has_items(ranks: Any, dataset: Any) -> None:
+    for found in ranks(2).run(read_from, dataset):
+        assert torch.equal(found, INPUTS)
+
+
 def learning_shares(is_prepared: bool) -> tuple[Weights, list[tuple[int, ...]]]:
     """A sample takes 1 ms on rank 0 and 4 ms on rank 1, as far as anybody is told."""
     loop, shares, last = Loop(is_prepared), [], [0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from evener.components.model_init import share_whole_weights
 from evener.core.config.run_config import RunConfig
@@ -70,5 +70,13 @@ class LearnerOfLoop:
 
 
 def _data_of(loaders: Sequence[DataLoader[Any]]) -> Any:
-    """Returns the data set of which the ranks compare a few samples. An iterable one is refused later."""
-    return next((each.dataset for each in loaders if hasattr(each.dataset, "__getitem__")), [0])
+    """Returns the data set of which the ranks compare a few samples; a stand-in if none has items and a length.
+
+    A ``DataLoader`` takes whatever has items, such as a tensor, which a task does not. ``Subset`` makes a data set of
+    it.
+    """
+    for loader in loaders:
+        found: Any = loader.dataset
+        if hasattr(found, "__getitem__") and hasattr(found, "__len__"):
+            return found if isinstance(found, Dataset) else Subset(found, range(len(found)))
+    return [0]
