@@ -21,11 +21,14 @@ from tests.training.prepare.running import model_of, rows, with_settings
 class Number:
     """Remembers what was found in the line that asks for it."""
 
+    def __init__(self, dim: int = 0) -> None:
+        self.dim = dim
+
     def item(self) -> float:
         frame = inspect.currentframe()
         assert frame is not None
         assert frame.f_back is not None
-        self.found = factors_at(frame.f_back)
+        self.found = factors_at(frame.f_back, self.dim)
         return 1.5
 
 
@@ -75,6 +78,11 @@ def by_the_rows_of_a_list(number: Any, x: Any) -> float:
     return found
 
 
+def by_the_second_dimension(number: Any, x: Any) -> float:
+    found: float = number.item() * x.size(1) * len(x)
+    return found
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -92,6 +100,23 @@ def test_the_line_tells_what_a_number_is_multiplied_by(
     line: Callable[..., Any], expected: list[tuple[str, int]]
 ) -> None:
     number = Number()
+    line(number, torch.zeros(6, 2))
+    assert number.found == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (by_the_second_dimension, [("mul", 2)]),
+        (sum_over_an_epoch, []),
+        (by_a_variable, []),
+        (by_unpacking, []),
+    ],
+)
+def test_where_samples_come_second_rows_are_no_number_of_them(
+    line: Callable[..., Any], expected: list[tuple[str, int]]
+) -> None:
+    number = Number(dim=1)
     line(number, torch.zeros(6, 2))
     assert number.found == expected
 
@@ -127,3 +152,22 @@ def test_a_number_of_one_rank_is_told_though_all_have_it(ranks: Any, reduction: 
         assert told, said
         assert all(each.startswith("test_factors.py") for each in told), told
     assert ranks(2).run(epoch, reduction, True) == [[], []]
+
+
+def by_time(is_right: bool) -> list[str]:
+    """The messages of a loop over batches of two steps in time, on ranks with two sequences each."""
+    with with_settings(balance="equal"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss, model = evener.prepare(nn.CrossEntropyLoss(), model_of())
+        inputs, targets = torch.ones(2, 4, 4).double(), torch.ones(2, 4).long()
+        with evener.batch(inputs, targets, dim=1) as (x, y):
+            value = loss(model(x).flatten(0, 1), y.flatten())
+            total = value.item() * len(x) if is_right else value.item() * x.shape[1]
+        assert total > 0
+        return [str(each.message) for each in caught]
+
+
+def test_a_number_of_steps_in_time_is_not_taken_for_samples(ranks: Any) -> None:
+    assert ranks(2).run(by_time, True) == [[], []]
+    for said in ranks(2).run(by_time, False):
+        assert any("is multiplied by 2" in each for each in said), said

@@ -23,22 +23,25 @@ Operation = Literal["mul", "div"]
 Position = tuple[int | None, int | None, int | None, int | None]
 
 
-def factors_at(frame: FrameType) -> list[tuple[Operation, int]]:
-    """Returns the numbers of rows by which the loop multiplies or divides the result of the call that a frame is in.
+def factors_at(frame: FrameType, dim: int = 0) -> list[tuple[Operation, int]]:
+    """Returns the numbers of samples by which the loop multiplies or divides the result of the call that a frame is in.
 
     Only numbers that can be read without running anything of the loop's are found: ``len(x)``, ``x.size(0)`` and
     ``x.shape[0]`` of a tensor, and a variable to which the loop assigns one of these.
+
+    Args:
+        dim: The dimension of the samples. Where they are not along the first one, ``len(x)`` is no number of them.
     """
     found: list[tuple[Operation, int]] = []
-    for operation, operand in _operands(frame.f_code, frame.f_lasti):
-        number = _rows_in(operand, frame)
+    for operation, operand in _operands(frame.f_code, frame.f_lasti, dim):
+        number = _rows_in(operand, frame, dim)
         if number is not None:
             found.append((operation, number))
     return found
 
 
 @lru_cache(maxsize=256)
-def _operands(code: CodeType, instruction: int) -> list[tuple[Operation, ast.expr]]:
+def _operands(code: CodeType, instruction: int, dim: int) -> list[tuple[Operation, ast.expr]]:
     """Returns what a call's result is multiplied or divided by; nothing if the source is not at hand."""
     with suppress(Exception):
         position: Position = next(islice(code.co_positions(), instruction // 2, None))
@@ -46,9 +49,8 @@ def _operands(code: CodeType, instruction: int) -> list[tuple[Operation, ast.exp
         if None in position:
             return []  # Python was told to forget columns
         tree = ast.parse("".join(lines))
-        counts = {
-            name for node in ast.walk(tree) if isinstance(node, ast.Assign) for name in _counts_of(node)
-        }
+        assigned = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
+        counts = {name for node in assigned for name in _counts_of(node, dim)}
         return [
             (operation, operand)
             for operation, operand in _around(tree, position)
@@ -57,15 +59,18 @@ def _operands(code: CodeType, instruction: int) -> list[tuple[Operation, ast.exp
     return []
 
 
-def _counts_of(node: ast.Assign) -> Iterator[str]:
-    """Yields the variables to which an assignment gives a number of rows, as in ``n = len(x)``, ``n, c = x.shape``."""
+def _counts_of(node: ast.Assign, dim: int) -> Iterator[str]:
+    """Yields the variables that are assigned a number of samples, as in ``n = len(x)`` and ``n, c = x.shape``."""
     for target in node.targets:
-        if isinstance(target, ast.Name) and _tensor_of(node.value):
+        if isinstance(target, ast.Name) and _tensor_of(node.value, dim):
             yield target.id
-        if isinstance(target, ast.Tuple) and isinstance(target.elts[0], ast.Name):
-            match node.value:
-                case ast.Attribute(attr="shape") | ast.Call(func=ast.Attribute(attr="size"), args=[]):
-                    yield target.elts[0].id
+        for name in target.elts[dim : dim + 1] if isinstance(target, ast.Tuple) else ():
+            match name, node.value:
+                case (
+                    ast.Name(),
+                    ast.Attribute(attr="shape") | ast.Call(func=ast.Attribute(attr="size"), args=[]),
+                ):
+                    yield name.id
 
 
 def _around(tree: ast.AST, position: Position) -> list[tuple[Operation, ast.expr]]:
@@ -112,28 +117,28 @@ def _holds(node: ast.AST, position: Position) -> bool:
     return (first, begin) <= (position[0], position[2]) and (position[1], position[3]) <= (last, end)
 
 
-def _rows_in(operand: ast.expr, frame: FrameType) -> int | None:
-    """Returns the number of rows that an operand is; None for anything else."""
+def _rows_in(operand: ast.expr, frame: FrameType, dim: int) -> int | None:
+    """Returns the number of samples that an operand is; None for anything else."""
     if isinstance(operand, ast.Name):
         number = _variable(operand, frame)
         return number if type(number) is int else None
-    name = _tensor_of(operand)
+    name = _tensor_of(operand, dim)
     tensor = None if name is None else _variable(name, frame)
-    return len(tensor) if isinstance(tensor, Tensor) and tensor.dim() else None
+    return tensor.shape[dim] if isinstance(tensor, Tensor) and tensor.dim() > dim else None
 
 
-def _tensor_of(node: ast.expr) -> ast.Name | None:
-    """Returns the variable whose number of rows an expression is; None for others."""
+def _tensor_of(node: ast.expr, dim: int) -> ast.Name | None:
+    """Returns the variable whose number of samples an expression is; None for others."""
     match node:
-        case ast.Call(func=ast.Name(id="len"), args=[ast.Name() as name], keywords=[]):
+        case ast.Call(func=ast.Name(id="len"), args=[ast.Name() as name], keywords=[]) if not dim:
             return name
         case ast.Call(
-            func=ast.Attribute(value=ast.Name() as name, attr="size"), args=[ast.Constant(value=0)]
-        ):
+            func=ast.Attribute(value=ast.Name() as name, attr="size"), args=[ast.Constant(value=at)]
+        ) if at == dim:
             return name
         case ast.Subscript(
-            value=ast.Attribute(value=ast.Name() as name, attr="shape"), slice=ast.Constant(value=0)
-        ):
+            value=ast.Attribute(value=ast.Name() as name, attr="shape"), slice=ast.Constant(value=at)
+        ) if at == dim:
             return name
     return None
 

@@ -269,7 +269,9 @@ def _marked(
     confused = frozenset(number for number in own if number > 1) - others
     return whole_of(
         made,
-        Confused(confused, current_batch.counted, place.rank, place.later, tuple(on_device)),
+        Confused(
+            confused, current_batch.counted, place.rank, place.later, tuple(on_device), current_batch.dim
+        ),
         is_sum,
     )
 

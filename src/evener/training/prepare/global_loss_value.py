@@ -45,6 +45,8 @@ class Confused:
     later: LateChecks
     terms: tuple[Tensor, ...] = ()
     """The numbers of terms of the ranks that add up, if they are still on a device."""
+    dim: int = 0
+    """The dimension of the samples in the batch's tensors."""
 
     def check(self, number: Number, tell: Callable[[int], None]) -> None:
         """Calls ``tell`` with the number if it is this rank's own, when all is known."""
@@ -124,7 +126,7 @@ class GlobalLossValue(Tensor):
             place = line.f_code.co_filename, line.f_lineno
             warnings.warn_explicit(text, UserWarning, *place, registry=line.f_globals.setdefault(_TOLD, {}))
 
-        for operation, number in factors_at(line):
+        for operation, number in factors_at(line, self.confused.dim):
             if self.is_sum == (operation == "div"):
                 self.confused.check(number, tell)
 
