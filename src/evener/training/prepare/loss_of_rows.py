@@ -252,7 +252,8 @@ _SOMETHING = "something"
 _OTHER_VALUES = (
     "{name} was called{where} with something that is no row of samples and differs between ranks, {place}, such as a "
     "number counted from a rank's own samples: let the function count it from its arguments. What has several rows for "
-    "a sample, or other numbers of rows for each, is passed as a list of one entry per sample"
+    "a sample is passed in parts of one row for each, as in loss(rows.chunk(2)), and what has other numbers of rows "
+    "for each sample as a list of one entry per sample"
 )
 _ORDER = (
     "{name} is no sum or mean over samples, and was called with {each} rows for each sample. Rows of all ranks are in "
