@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import evener
 from evener.training.prepare import prepare as preparing
-from tests.training.prepare.running import divided
+from tests.training.prepare.running import divided, model_of, prepared, rows
 from tests.training.prepare.test_kinds_of_loss import DIVISIONS, Step, check, contrastive, masked, words
 
 
@@ -100,3 +101,25 @@ OF_THE_LOOP: tuple[Step, ...] = (
 )
 def test_what_the_loop_computes_itself_is_that_of_one_device(ranks: Any, step: Step, balance: str) -> None:
     check(ranks, words, step, balance)
+
+
+def numbers_of_the_batch_before(is_prepared: bool) -> list[float]:
+    """Of 26 samples in batches of 5, the last one of a single sample, of which the other rank has a placeholder."""
+    torch.manual_seed(4)
+    model, loader, loss = model_of(), DataLoader(rows(), batch_size=5), nn.CrossEntropyLoss(reduction="none")
+    if is_prepared:
+        model, loader, loss = evener.prepare(model, loader, loss)
+    kept, found = torch.ones(1), []
+    for _epoch in range(2):
+        for x, y in loader:
+            found += [kept.mean().item(), kept.detach().max().item()]
+            kept = loss(model(x), y)
+    return [*found, kept.sum().item(), kept.detach().max().item()]
+
+
+@pytest.mark.parametrize("balance", ["equal", "0,1"])
+def test_rows_that_are_kept_are_of_their_batch(ranks: Any, balance: str) -> None:
+    """In a batch with a sample for a rank that had none, and after the last batch."""
+    expected = numbers_of_the_batch_before(False)
+    for found in ranks(2).run(prepared, numbers_of_the_batch_before, balance=balance):
+        assert found == pytest.approx(expected, rel=1e-12)

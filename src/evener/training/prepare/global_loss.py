@@ -23,8 +23,9 @@ from evener.collectives.all_gather_rows import gathered
 from evener.data.batch import map_leaves
 from evener.errors import ConfigurationError, DivergenceError, LossError
 from evener.hardware.timers import waiting
+from evener.training.prepare.current_batch import CurrentBatch
 from evener.training.prepare.global_loss_value import Confused, GlobalLossValue, whole_of
-from evener.training.prepare.late_checks import Number
+from evener.training.prepare.late_checks import Number, nonzero_or, number_like, sum_of_numbers
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.loss_kind import LossKind
 from evener.training.prepare.rank_checks import check_marks
@@ -71,6 +72,7 @@ def joined(
     count: float | Tensor,
     divisor: Callable[[float], float] = by_count,
     *,
+    batch: CurrentBatch | None = None,
     code: object = "known",
     own: Sequence[int] = (),
     is_marked: bool = True,
@@ -78,6 +80,7 @@ def joined(
     """Returns the sum of all ranks' totals, divided by the divisor for the sum of their counts. A collective call.
 
     Args:
+        batch: The batch whose samples these are, if it need not be the current one.
         code: The place of the call; the same on all ranks.
         own: Numbers of this rank that the loop may mistake for those of all.
         is_marked: Whether the result detects these numbers.
@@ -86,34 +89,34 @@ def joined(
         Parted: If the ranks are at different places of a function, on all ranks.
         DivergenceError: If the total of a rank is not finite and has a gradient, on all ranks.
     """
-    current_batch = place.current_batch("the loss was computed")
+    batch = batch or place.current_batch("the loss was computed")
     is_sum, is_late = divisor(2.0) == 1.0, place.later.is_late(total)
     on_device = is_late and place.later.is_late(count) and _takes_tensors(divisor)
     number: Number = plain_of(count) if on_device else float(count)
-    counts = bool(current_batch.micro.weight) and (isinstance(number, Tensor) or bool(number or is_sum))
+    counts = bool(batch.micro.weight) and (isinstance(number, Tensor) or bool(number or is_sum))
     if not counts:
         total, number = silent(total), 0.0
     graph = _graph_of(total, place)
     totals: Sequence[Number]
     numbers: Sequence[Number]
     if is_late:
-        totals, numbers, graphs = _on_devices(place, code, total, number, graph, is_sum)
+        totals, numbers, graphs = _on_devices(place, batch, code, total, number, graph, is_sum)
     else:
-        rows = _exchanged(place, code, float(total.detach()) if counts else 0.0, float(number), graph)
+        rows = _exchanged(place, batch, code, float(total.detach()) if counts else 0.0, float(number), graph)
         totals, numbers, graphs = ([row[at] for row in rows] for at in range(1, 4))
     _check_finite(place, totals, graphs)
     numbers = place.data.of_contributors(numbers)
-    over = divisor(_added(numbers))
-    result = _added(place.data.of_contributors(totals)) / _unless_zero(over, math.nan)
+    over = divisor(sum_of_numbers(numbers))
+    result = sum_of_numbers(place.data.of_contributors(totals)) / nonzero_or(over, math.nan)
     if _BEHIND in graphs:
         total = _with_graph(place, total, graphs)
-        factor = place.mean.ranks / _unless_zero(over, 1.0) * counts
+        factor = place.mean.ranks / nonzero_or(over, 1.0) * counts
         made: Tensor = _Joined.apply(total, result, factor, place)  # type: ignore[no-untyped-call]
     else:
-        made = _like(total.detach(), result)
+        made = number_like(total.detach(), result)
     if not made.requires_grad:
-        place.later.check(partial(_count, current_batch.counted), result)
-    return _marked(place, made, [*own, current_batch.samples], numbers, is_sum) if is_marked else made
+        place.later.check(partial(_count, batch.counted), result)
+    return _marked(place, batch, made, [*own, batch.samples], numbers, is_sum) if is_marked else made
 
 
 def _takes_tensors(divisor: Callable[[Any], Any]) -> bool:
@@ -126,12 +129,19 @@ def _takes_tensors(divisor: Callable[[Any], Any]) -> bool:
 
 
 def _on_devices(
-    place: LoopState, code: object, total: Tensor, number: Number, graph: int, is_sum: bool
+    place: LoopState,
+    batch: CurrentBatch,
+    code: object,
+    total: Tensor,
+    number: Number,
+    graph: int,
+    is_sum: bool,
 ) -> tuple[Sequence[Number], Sequence[Number], list[float]]:
     """Returns the totals, numbers of terms and graphs of all ranks. Totals stay on the device, and so do numbers if
     that of a rank is there."""
     is_there = isinstance(number, Tensor)
-    rows = _exchanged(place, code, float(is_there), 0.0 if is_there else float(number), graph, is_late=True)
+    sent = 0.0 if is_there else float(number)
+    rows = _exchanged(place, batch, code, float(is_there), sent, graph, is_late=True)
     if isinstance(number, Tensor) and not is_sum:
         total = total.detach().masked_fill(number.to(total.device) == 0, 0)  # a mean over nothing is NaN
     totals, counts = of_all(place, total, number).unbind(1)
@@ -156,23 +166,6 @@ def of_all(place: LoopState, *numbers: Number) -> Tensor:
         return torch.stack(gathered(own, place.world_size, place.session.world))
 
 
-def _added(numbers: Sequence[Number]) -> Any:
-    return torch.stack(list(numbers)).sum() if isinstance(numbers[0], Tensor) else sum(numbers)  # type: ignore[arg-type]
-
-
-def _unless_zero(number: Any, instead: float) -> Any:
-    if isinstance(number, Tensor):
-        return number.masked_fill(number == 0, instead)
-    return number or instead
-
-
-def _like(total: Tensor, number: Number) -> Tensor:
-    """Returns a number of all ranks as a new tensor like ``total``, without dimensions."""
-    if isinstance(number, Tensor):
-        return number.to(total.device, total.dtype, copy=True)
-    return total.new_tensor(number).reshape(())
-
-
 def _count(counted: set[int], numbers: list[float]) -> None:
     counted.update(int(number) for number in numbers if number.is_integer())
 
@@ -188,11 +181,16 @@ def _graph_of(total: Tensor, place: LoopState) -> int:
 
 
 def _exchanged(
-    place: LoopState, code: object, value: float, number: float, graph: int = _NONE, is_late: bool = False
+    place: LoopState,
+    batch: CurrentBatch,
+    code: object,
+    value: float,
+    number: float,
+    graph: int = _NONE,
+    is_late: bool = False,
 ) -> list[list[float]]:
     """Returns for each rank the mark of its batch, a value, a number and a graph. A collective call."""
-    mark = place.current_batch("").agreed
-    rows = place.exchange("the loss", mark, value, number, 4 * _code((code, is_late)) + graph)
+    rows = place.exchange("the loss", batch.agreed, value, number, 4 * _code((code, is_late)) + graph)
     check_marks([row[0] for row in rows])
     if len({row[3] // 4 for row in rows}) > 1:
         if code == "known":
@@ -250,18 +248,22 @@ _MOST_NUMBERS = 50
 
 
 def _marked(
-    place: LoopState, made: Tensor, own: Sequence[int], terms: Sequence[Number], is_sum: bool
+    place: LoopState,
+    batch: CurrentBatch,
+    made: Tensor,
+    own: Sequence[int],
+    terms: Sequence[Number],
+    is_sum: bool,
 ) -> Tensor:
     """Makes a value over all ranks detect this rank's numbers: ``own``, and those of ``terms`` if all are the same.
 
     Numbers of a sum are not needed if shares differ: then a mistake makes the ranks' values differ, which is detected.
     """
-    current_batch = place.current_batch("")
-    if current_batch.samples == current_batch.batch.size or not made.is_floating_point():
+    if batch.samples == batch.batch.size or not made.is_floating_point():
         return made
-    if is_sum and len(set(current_batch.batch.shares)) > 1:
+    if is_sum and len(set(batch.batch.shares)) > 1:
         own, terms = [], terms[:0]
-    others = frozenset({current_batch.batch.size})
+    others = frozenset({batch.batch.size})
     on_device = [each for each in terms if isinstance(each, Tensor)]
     if not on_device:
         own = [*own, *(int(each) for each in terms[:1] if len(set(terms)) == 1)]
@@ -269,9 +271,7 @@ def _marked(
     confused = frozenset(number for number in own if number > 1) - others
     return whole_of(
         made,
-        Confused(
-            confused, current_batch.counted, place.rank, place.later, tuple(on_device), current_batch.dim
-        ),
+        Confused(confused, batch.counted, place.rank, place.later, tuple(on_device), batch.dim),
         is_sum,
     )
 
@@ -300,7 +300,7 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, total: Tensor, value: Number, factor: Number, place: LoopState) -> Tensor:
         ctx.factor = factor.to(total.dtype) if isinstance(factor, Tensor) else factor
         ctx.place = place
-        return _like(total, value)
+        return number_like(total, value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -309,7 +309,9 @@ class _Joined(torch.autograd.Function):
 
 
 class AllRanks(Joint):
-    """Exchanges the sums of a function between all ranks, one after another.
+    """Exchanges the sums of a function between all ranks, one after another: those of the batch that is current now.
+
+    Rows that the loop keeps stay those of their batch, when the loop is at another one or over.
 
     Args:
         is_marked: Whether the results detect division by numbers of one rank.
@@ -318,6 +320,7 @@ class AllRanks(Joint):
     def __init__(self, place: LoopState, is_marked: bool = True) -> None:
         super().__init__()
         self._place, self._calls, self._is_marked = place, 0, is_marked
+        self._batch = place.current_batch("the loss was computed")
 
     def join(
         self, total: Tensor, count: Any, divisor: Callable[[float], float], sizes: Sequence[int] = ()
@@ -328,6 +331,7 @@ class AllRanks(Joint):
             total,
             count,
             divisor,
+            batch=self._batch,
             code=("sum", self._calls),
             own=sizes,
             is_marked=self._is_marked,
@@ -336,21 +340,21 @@ class AllRanks(Joint):
     def extreme(self, value: Tensor, count: int, kind: Kind) -> Tensor:
         self._calls += 1
         place, is_late = self._place, self._place.later.is_late(value)
-        number = float(count * place.current_batch("").micro.weight)
-        code = kind, self._calls
-        rows = _exchanged(place, code, 0.0 if is_late else float(value), number, is_late=is_late)
+        given, number = 0.0 if is_late else float(value), float(count * self._batch.micro.weight)
+        rows = _exchanged(place, self._batch, (kind, self._calls), given, number, is_late=is_late)
         values: Any = of_all(place, value).unbind() if is_late else [row[1] for row in rows]
         found = [each for each, row in zip(values, rows, strict=True) if row[2]] or [values[place.rank]]
         reduced = torch.amax if kind == "max" else torch.amin  # unlike Python's, these keep NaN
-        return _like(
+        return number_like(
             value, reduced(torch.stack([torch.as_tensor(each, dtype=torch.float64) for each in found]))
         )
 
 
 def agreed(place: LoopState, way: LossKind) -> LossKind:
     """Returns the kind of loss that is right for all ranks. A collective call."""
-    wish = way if place.current_batch("").samples else LossKind.SUMS  # a placeholder sample shows nothing
-    return LossKind(int(max(row[1] for row in _exchanged(place, "way", float(wish), 0.0))))
+    batch = place.current_batch("")
+    wish = way if batch.samples else LossKind.SUMS  # a placeholder sample shows nothing
+    return LossKind(int(max(row[1] for row in _exchanged(place, batch, "way", float(wish), 0.0))))
 
 
 def over_of_all(place: LoopState, stays: bool, value: Tensor | None, rows: int, is_new: bool) -> float:
@@ -369,9 +373,12 @@ def over_of_all(place: LoopState, stays: bool, value: Tensor | None, rows: int, 
         LossError: If the ranks have different values; on all ranks.
     """
     number: Number = math.nan if value is None else place.later.kept(value) * (rows or 1)
-    is_late, counted = isinstance(number, Tensor), float(rows * place.current_batch("").micro.weight)
+    is_late, batch = isinstance(number, Tensor), place.current_batch("")
+    counted = float(rows * batch.micro.weight)
     code = "end", bool(rows), stays
-    rows_at_end = _exchanged(place, code, float(is_new if is_late else number), counted, is_late=is_late)
+    rows_at_end = _exchanged(
+        place, batch, code, float(is_new if is_late else number), counted, is_late=is_late
+    )
     if not stays:
         raise Parted
     values: list[Number] = [row[1] for row in rows_at_end]

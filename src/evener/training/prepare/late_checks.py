@@ -28,6 +28,25 @@ Check = Callable[[list[float]], None]
 """Raises an error if something is wrong with the numbers, or keeps them."""
 
 
+def sum_of_numbers(numbers: Sequence[Number]) -> Any:
+    """Returns the sum of numbers that are all on a device, or all of the host."""
+    return torch.stack(list(numbers)).sum() if isinstance(numbers[0], Tensor) else sum(numbers)  # type: ignore[arg-type]
+
+
+def nonzero_or(number: Any, instead: float) -> Any:
+    """Returns a number, or ``instead`` if it is zero, without waiting for a device."""
+    if isinstance(number, Tensor):
+        return number.masked_fill(number == 0, instead)
+    return number or instead
+
+
+def number_like(total: Tensor, number: Number) -> Tensor:
+    """Returns a number as a new tensor like ``total``, without dimensions."""
+    if isinstance(number, Tensor):
+        return number.to(total.device, total.dtype, copy=True)
+    return total.new_tensor(number).reshape(())
+
+
 class LateChecks:
     """The checks of one preparation.
 
