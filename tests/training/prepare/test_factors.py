@@ -83,6 +83,32 @@ def by_the_second_dimension(number: Any, x: Any) -> float:
     return found
 
 
+def into_a_meter(number: Any, x: Any) -> float:
+    meter = Meter()
+    meter.update(number.item(), x.size(0))
+    return meter.sum
+
+
+def into_a_meter_by_name(number: Any, x: Any) -> float:
+    n = len(x)
+    meters = {"loss": Meter()}
+    meters["loss"].update(0.5 * number.item(), n=n)
+    return meters["loss"].sum
+
+
+def told(number: Any, x: Any) -> str:
+    return f"loss {number.item()}, {len(x)} samples"
+
+
+class Meter:
+    """An average over an epoch, as many loops have it."""
+
+    sum = 0.0
+
+    def update(self, value: float, n: int = 1) -> None:
+        self.sum += value * n
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -90,6 +116,9 @@ def by_the_second_dimension(number: Any, x: Any) -> float:
         (on_two_lines, [("div", 6)]),
         (by_a_variable, [("mul", 6)]),
         (by_unpacking, [("mul", 6)]),
+        (into_a_meter, [("mul", 6)]),
+        (into_a_meter_by_name, [("mul", 6)]),
+        (told, []),
         (by_a_constant, []),
         (divisor, []),
         (added, []),

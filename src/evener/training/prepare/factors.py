@@ -74,18 +74,25 @@ def _counts_of(node: ast.Assign, dim: int) -> Iterator[str]:
 
 
 def _around(tree: ast.AST, position: Position) -> list[tuple[Operation, ast.expr]]:
-    """Returns the operands of the products and quotients around the node at a position, from inside to outside."""
+    """Returns the operands of the products and quotients around the node at a position, from inside to outside.
+
+    A meter multiplies what it is given by the number beside it, as in ``meter.update(loss.item(), len(x))``.
+    """
     chain = _chain_to(tree, position)
     found: list[tuple[Operation, ast.expr]] = []
     for inner, outer in pairwise(chain):
-        if not isinstance(outer, ast.BinOp):
-            break
-        if isinstance(outer.op, ast.Mult):
-            found.append(("mul", outer.right if outer.left is inner else outer.left))
-        elif isinstance(outer.op, ast.Div) and outer.left is inner:
-            found.append(("div", outer.right))
-        else:
-            break
+        match outer:
+            case ast.BinOp(op=ast.Mult()):
+                found.append(("mul", outer.right if outer.left is inner else outer.left))
+            case ast.BinOp(op=ast.Div()) if outer.left is inner:
+                found.append(("div", outer.right))
+            case ast.Call(func=ast.Attribute(attr="update" | "add"), args=[first, *more]) if first is inner:
+                return [
+                    *found,
+                    *(("mul", each) for each in [*more, *(named.value for named in outer.keywords)]),
+                ]
+            case _:
+                break
     return found
 
 

@@ -26,7 +26,7 @@ _SUM = (
 )
 _MEAN = (
     "the loss is a mean over the samples of all ranks, and is multiplied by {number}{where}, which is how many rank "
-    "{rank} alone has: for a sum over an epoch multiply by evener.batch_size(), the samples of all ranks"
+    "{rank} alone has: for a sum or a mean over an epoch multiply by evener.batch_size(), the samples of all ranks"
 )
 
 _TOLD = "__warningregistry__"
