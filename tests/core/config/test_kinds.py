@@ -22,6 +22,10 @@ from evener.errors import ConfigurationError
         ({"save_mode": None}, "save_mode is None; it must be a text"),
         ({"device": 0}, "device is 0; it must be a text"),
         ({"run_dir": 3}, "run_dir is 3; it must be a path"),
+        ({"mesh": ""}, "mesh is empty: leave it out"),
+        ({"allreduce": " "}, "allreduce is empty"),
+        ({"keep_best": ""}, "keep_best is empty"),
+        ({"override": ("lr", "")}, "override is empty"),
     ],
 )
 def test_a_value_of_another_kind_is_refused(settings: dict[str, Any], words: str) -> None:

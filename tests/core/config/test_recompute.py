@@ -40,7 +40,6 @@ def test_a_budget_is_a_part_or_a_size(text: str, is_budget: bool, part: Any, siz
         ("0%", "above 0% and below 100%"),
         ("100%", "above 0% and below 100%"),
         ("-5%", "it must be blocks"),
-        ("", "it must be blocks"),
     ],
 )
 def test_anything_else_is_refused(text: str, words: str) -> None:

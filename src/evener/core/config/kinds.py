@@ -26,6 +26,7 @@ def fit_kinds(settings: Any) -> None:
     """Checks that each value of a ``RunConfig`` is of a kind that its annotation names. Otherwise a text such as "no"
     counts as true.
 
+    A text that is empty is refused, as from a variable of a shell that is not set: it would count as not given.
     Numbers of NumPy are numbers, a list may stand for a tuple, and a text for a path. A text in place of a list of
     texts becomes the list of this text, not of its letters.
 
@@ -39,6 +40,13 @@ def fit_kinds(settings: Any) -> None:
             object.__setattr__(settings, name, (value,))
         elif not any(_fits(value, kind) for kind in kinds):
             raise ConfigurationError(f"{name} is {value!r}; it must be {_expected(kinds)}")
+        elif _plain(kinds).keys() <= {str, tuple} and _has_blank(value):
+            raise ConfigurationError(f"{name} is empty: leave it out, or say what it is to be")
+
+
+def _has_blank(value: object) -> bool:
+    texts = value if isinstance(value, tuple | list) else (value,)
+    return any(isinstance(text, str) and not text.strip() for text in texts)
 
 
 @cache
