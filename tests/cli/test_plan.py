@@ -46,7 +46,16 @@ def test_a_limit_that_is_enough_is_kept() -> None:
         ((*PLAN, "--strategy", "pipeline"), "cut="),
         (("plan", "digits", "--device", "cpu", "--processes", "9999"), "ask for at most"),
         (("plan", "digits", "--device", "cpu", "--processes", "2:3"), "give one number here"),
-        (("plan", "digits", "--cluster", "a.toml", "--save", "b.json"), "leave out --from and --save"),
+        (
+            ("plan", "digits", "--cluster", "a.toml", "--save", "b.json"),
+            "--save would do nothing beside --clu",
+        ),
+        ((*PLAN, "--cluster", "a.toml"), "--memory would do nothing beside --cluster"),
+        ((*PLAN, "--from", "a.json"), "--from would do nothing beside --memory"),
+        ((*PLAN, "--save", "a.json"), "--save would do nothing beside --memory"),
+        (("plan", "digits", "--explain", "run", "--from", "a", "--json", "b"), "--json would do nothing"),
+        (("plan", "digits", "--budget", "nan"), "--budget must be above 0"),
+        (("plan", "digits", "--top", "0"), "--top at least 1"),
         (("plan", "digits", "--explain", "run"), "--from"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.cli import options
-from evener.cli.parsing import CommandHelp, Parser
+from evener.cli.parsing import CommandHelp, Parser, path
 from evener.core.config.process_range import one_number
 from evener.core.config.run_config import RunConfig
 from evener.core.config.sizes import parse_limits, size_words
@@ -39,14 +39,14 @@ def fill(parser: Parser) -> None:
     options.add_task_options(parser)
     where, output = "devices of the plan", "output"
     parser.option(
-        where, "--cluster", type=Path, metavar="FILE", help="machines that you do not have, as TOML"
+        where, "--cluster", type=path, metavar="FILE", help="machines that you do not have, as TOML"
     )
-    parser.option(where, "--from", dest="source", type=Path, metavar="FILE", help="trials that --save kept")
-    parser.option(where, "--save", type=Path, metavar="FILE", help="keep what the trials show")
+    parser.option(where, "--from", dest="source", type=path, metavar="FILE", help="trials that --save kept")
     parser.option(where, "--budget", type=float, default=40.0, metavar="S", help="seconds for the trials")
     parser.option(
         output, "--memory", action="store_true", help="bytes by rank and purpose alone, without trials"
     )
+    parser.option(output, "--save", type=path, metavar="FILE", help="keep what the trials show")
     parser.option(output, "--top", type=int, default=5, metavar="N", help="show the N fastest ways")
     parser.option(
         output,
@@ -64,8 +64,7 @@ def fill(parser: Parser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Prints the plan. Returns exit status 1 if a rank would need more than its memory limit, or no way fits."""
     config = options.config_of(arguments)
-    if arguments.cluster and (arguments.source or arguments.save):
-        raise ConfigurationError("--cluster predicts without trials: leave out --from and --save")
+    _refuse_unused(arguments)
     if arguments.explain:
         return _explain(arguments)
     options.find_modules_here()
@@ -91,6 +90,23 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         write_json(arguments.json, found, follow=True)
     return 0 if fits else 1
+
+
+def _refuse_unused(arguments: argparse.Namespace) -> None:
+    """Raises ConfigurationError for an option that would do nothing beside another one, or has a value that cannot
+    be."""
+    ways = {"--cluster": arguments.cluster, "--memory": arguments.memory, "--explain RUN": arguments.explain}
+    chosen = [name for name, value in ways.items() if value]
+    further = {
+        "--from": arguments.source and not arguments.explain,
+        "--save": arguments.save,
+        "--json": arguments.json and arguments.explain,
+    }
+    unused = [*chosen[1:], *(name for name, value in further.items() if value)]
+    if chosen and unused:
+        raise ConfigurationError(f"{unused[0]} would do nothing beside {chosen[0]}: leave one of them out")
+    if not arguments.budget > 0 or arguments.top < 1:
+        raise ConfigurationError("--budget must be above 0, and --top at least 1")
 
 
 def _check_trials(config: RunConfig) -> None:
