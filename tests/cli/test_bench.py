@@ -94,12 +94,20 @@ def test_simulated(capsys: pytest.CaptureFixture[str]) -> None:
         (["--simulate", "--ranks", "1"], "at least two ranks"),
         (["--simulate", "--ranks", "4", "--topology", "absent.json"], "no file absent.json"),
         (["--simulate", "--ranks", "4", "--algorithms", "shared-memory"], "no algorithm 'shared-memory'"),
+        (["--simulate", "--ranks", "4", "--nnodes", "2"], "--nnodes go with ranks that run"),
+        (
+            ["--simulate", "--ranks", "4", "--processes", "2", "--type", "int8"],
+            "--processes and --type go with",
+        ),
+        (["--algorithms", ""], "no all-reduce is called ''"),
+        (["--plot", "found.png"], "found.png does not end with .svg"),
     ],
 )
 def test_what_cannot_work_is_named(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench("--processes", "2", "--device", "cpu", *arguments) == 2
+    running = () if "--simulate" in arguments else ("--processes", "2", "--device", "cpu")
+    assert bench(*running, *arguments) == 2
     assert words in capsys.readouterr().err
 
 

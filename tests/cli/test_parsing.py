@@ -221,3 +221,23 @@ def test_the_first_line_comes_before_torch() -> None:
 )
 def test_one_rank_alone_says_it(variables: dict[str, str], speaking: bool) -> None:
     assert speaks(variables) == speaking
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("devices", "--save", "machine.json", "--json", "./machine.json"),
+        ("devices", "--from", "machine.json", "--json", "machine.json"),
+        ("report", "run", "--out", "report", "--json", "report"),
+        ("plan", "digits", "--save", "link.json", "--json", "plan.json"),
+    ],
+)
+def test_two_options_write_into_files_of_their_own(
+    arguments: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("link.json").symlink_to("plan.json")
+    assert f"{arguments[-4]} and {arguments[-2]} both name {Path(arguments[-1])}" in failed(capsys, *arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from evener.cli import options
-from evener.cli.parsing import CommandHelp, Parser, path
+from evener.cli.parsing import CommandHelp, Parser, drawing, path
 from evener.core.config.process_range import one_number
 from evener.errors import ConfigurationError
 
@@ -35,8 +35,8 @@ def fill(parser: Parser) -> None:
     named = "names, separated by commas (default: all that suit)"
     parser.option("what", "--algorithms", metavar="A,B", help=named)
     elements = "type of the elements (default: float32)"
-    parser.option("what", "--type", dest="element", metavar="NAME", default="float32", help=elements)
-    parser.hidden("--dtype", dest="element", default="float32")
+    parser.option("what", "--type", dest="element", metavar="NAME", help=elements)
+    parser.hidden("--dtype", dest="element")
     parser.option(
         "what",
         "--check",
@@ -50,7 +50,7 @@ def fill(parser: Parser) -> None:
     parser.option(simulated, "--topology", type=path, metavar="FILE", help="hosts and links, as JSON")
     options.add_json_option(parser, "the rows")
     plotted = "also plot bus bandwidth by size"
-    parser.option("output", "--plot", type=path, metavar="FILE.svg", help=plotted)
+    parser.option("output", "--plot", type=drawing, metavar="FILE.svg", help=plotted)
     options.add_config_options(parser, "processes", "device", "timeout_seconds")
     options.add_rendezvous_options(parser)
 
@@ -63,16 +63,16 @@ def execute(arguments: argparse.Namespace) -> int:
     from evener.files import replace_text, write_json
     from evener.tools.bench import bench_all_reduce, parse_sizes, simulate_all_reduce
 
-    names = arguments.algorithms.split(",") if arguments.algorithms else None
+    names = None if arguments.algorithms is None else arguments.algorithms.split(",")
     sizes = parse_sizes(arguments.sizes)
+    _refuse_unused(arguments)
     if arguments.simulate:
         result = simulate_all_reduce(sizes, arguments.ranks, arguments.topology, names)
     else:
-        _refuse(arguments, "ranks", "topology")
         result = bench_all_reduce(
             sizes,
             names,
-            dtype=arguments.element,
+            dtype=arguments.element or "float32",
             check=arguments.check,
             processes=one_number(config.processes),
             device=config.device,
@@ -91,9 +91,14 @@ def execute(arguments: argparse.Namespace) -> int:
     return 1 if result.wrong else 0
 
 
-def _refuse(arguments: argparse.Namespace, *names: str) -> None:
-    given = [f"--{name}" for name in names if getattr(arguments, name) is not None]
+def _refuse_unused(arguments: argparse.Namespace) -> None:
+    """Raises ConfigurationError for an option of ranks that run if they are simulated, and the other way round."""
+    running = ("processes", "device", "timeout_seconds", *options.RENDEZVOUS)
+    said = options.said(arguments, *(running if arguments.simulate else ("ranks", "topology")))
+    if arguments.simulate:
+        said["--type"] = arguments.element
+    given = [name for name, value in said.items() if value is not None]
     if given:
-        raise ConfigurationError(
-            f"{' and '.join(given)} go with --simulate; ranks that run are --processes N"
-        )
+        ways = ("--simulate", "ranks that run are --processes N")
+        ways = ("ranks that run", "leave out --simulate") if arguments.simulate else ways
+        raise ConfigurationError(f"{' and '.join(given)} go with {'; '.join(ways)}")

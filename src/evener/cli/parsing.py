@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import textwrap
@@ -43,6 +44,8 @@ class Parser(argparse.ArgumentParser):
         """Arguments that take the name of a file or a directory."""
         self.inner: list[Parser] = []
         """Parsers of the commands."""
+        self._outputs: list[argparse.Action] = []
+        """Options that name a file to write."""
         self.rest = ""
         """Attribute that receives the words after ``--``, for a command that passes them on; empty for others."""
         self._titled: dict[str, Any] = {}
@@ -76,7 +79,8 @@ class Parser(argparse.ArgumentParser):
             self._titled[group] = self.add_argument_group(group)
         action = self._titled[group].add_argument(*names, help=help.replace("%", "%%"), **known)
         self.options += action.option_strings
-        self.files += [action] if known.get("type") in (path, place) else []
+        self.files += [action] if known.get("type") in (path, place, drawing) else []
+        self._outputs += [action] if group == "output" and known.get("type") in (path, drawing) else []
         if full:
             self.explained.append((action, full.replace("%", "%%")))
 
@@ -97,7 +101,19 @@ class Parser(argparse.ArgumentParser):
             setattr(found, self.rest, rest)
         if strange:
             self.error(self._strange(strange))
+        self._check_outputs(found)
         return found, strange
+
+    def _check_outputs(self, found: argparse.Namespace) -> None:
+        """Refuses a file that two options would write, since only the second would be left."""
+        seen: dict[str, str] = {}
+        for action in self._outputs:
+            file, option = getattr(found, action.dest), action.option_strings[0]
+            if file is None or str(file) == "-" or (file.exists() and not file.is_file()):
+                continue
+            other = seen.setdefault(os.path.realpath(file), option)
+            if other != option:
+                self.error(f"{other} and {option} both name {file}: give each a file of its own")
 
     def _strange(self, strange: Sequence[str]) -> str:
         named = [word.partition("=")[0] for word in strange if word.startswith("-")]
@@ -128,6 +144,17 @@ def path(text: str) -> Path:
     if is_url(text):
         raise argparse.ArgumentTypeError(f"{text} is a URL, and this must be a local file")
     return Path(text)
+
+
+def drawing(text: str) -> Path:
+    """Converts text to the path of a drawing to write.
+
+    Raises:
+        argparse.ArgumentTypeError: If ``text`` is empty, or the name of another kind of file.
+    """
+    if not text.endswith(".svg"):
+        raise argparse.ArgumentTypeError(f"{text} does not end with .svg, which is what is drawn")
+    return path(text)
 
 
 def place(text: str) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from evener.cli.parsing import CommandHelp, Parser, path, place
+from evener.cli.parsing import CommandHelp, Parser, drawing, place
 from evener.errors import ConfigurationError
 
 HELP = CommandHelp(
@@ -25,7 +25,7 @@ def fill(parser: Parser) -> None:
     parser.files.append(
         parser.add_argument("runs", type=place, metavar="RUN", nargs="+", help="a run directory")
     )
-    parser.option("output", "--out", type=path, metavar="FILE", required=True, help="the file, .svg")
+    parser.option("output", "--out", type=drawing, metavar="FILE", required=True, help="the file, .svg")
     parser.option("output", "--overwrite", action="store_true", help="replace a file that is there")
 
 
@@ -37,8 +37,6 @@ def execute(arguments: argparse.Namespace) -> int:
     from evener.training.reporting.plot import RunSteps, drawn, title
 
     out = arguments.out
-    if out.suffix != ".svg":
-        raise ConfigurationError(f"{out} does not end with .svg, which is what is drawn")
     if out.exists() and not arguments.overwrite:
         raise ConfigurationError(f"{out} is there already: name another file with --out, or give --overwrite")
     runs = [RunSteps.from_directory(run) for run in arguments.runs]

@@ -157,7 +157,6 @@ def test_names_of_a_stranger_order_nothing(tmp_path: Path, capfd: pytest.Capture
     [
         (None, "a.svg", "is no run directory"),
         ([], "a.svg", "has no record of a step"),
-        ([record(0)], "a.png", "does not end with .svg"),
         ([record(0)], "there.svg", "is there already"),
     ],
 )
@@ -169,6 +168,12 @@ def test_what_cannot_be_drawn(
     assert main(["plot", str(directory), "--out", str(tmp_path / out)]) == 2
     assert words in capfd.readouterr().err
     assert (tmp_path / "there.svg").read_text() == "kept"
+
+
+def test_a_drawing_has_the_name_of_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plot", str(tmp_path), "--out", "a.png"])
+    assert "a.png does not end with .svg" in capfd.readouterr().err
 
 
 def test_the_command_writes_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
