@@ -174,6 +174,7 @@ def _predicted_row(costs: MeasuredCosts, name: str, size: int) -> Row:
 
 
 _DEFAULT_LINK = {"microseconds": 10.0, "gigabytes_per_second": 10.0}
+_MOST_RANKS = 1 << 20
 _KEYS = ("hosts", "ranks_per_host", "inside", "between", "uplinks", "add_gigabytes_per_second")
 
 
@@ -203,7 +204,7 @@ def read_topology(path: Path | None, ranks: int | None) -> tuple[Topology, Netwo
             gamma_seconds_per_byte=_per_byte(described.get("add_gigabytes_per_second")),
             uplinks=int(described.get("uplinks", 1)) if "between" in described else 1 << 32,
         )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         if isinstance(error, ConfigurationError):
             raise
         raise DataError(f"{path} does not describe a topology: {type(error).__name__}: {error}") from error
@@ -223,6 +224,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _hosts(described: dict[str, Any], ranks: int | None) -> list[int]:
+    if (ranks or 0) > _MOST_RANKS:
+        raise ConfigurationError(f"--ranks {ranks}: at most {_MOST_RANKS:,} can be simulated")
     if "hosts" in described:
         hosts = [int(size) for size in described["hosts"]]
         if ranks not in (None, sum(hosts)):
@@ -234,9 +237,10 @@ def _hosts(described: dict[str, Any], ranks: int | None) -> list[int]:
         if per_host < 1:
             raise ValueError(f"ranks_per_host is {per_host}; it must be at least 1")
         hosts = [per_host] * (ranks // per_host) + ([ranks % per_host] if ranks % per_host else [])
-    if sum(hosts) < 2 or min(hosts) < 1:
+    if not 2 <= sum(hosts) <= _MOST_RANKS or min(hosts) < 1:
         raise ConfigurationError(
-            f"an all-reduce takes at least two ranks and one on each host, not {hosts[:8]}"
+            f"an all-reduce takes at least two ranks and one on each host, and at most {_MOST_RANKS:,} can be "
+            f"simulated, not {hosts[:8]}"
         )
     return hosts
 

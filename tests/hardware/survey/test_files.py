@@ -70,6 +70,7 @@ def changed(**changes: Any) -> Any:
         (changed(cards__1__memory_nbytes="24G"), r"cards\[1\].memory_nbytes is '24G', not a whole number"),
         (changed(cards__0__mig=1), r"cards\[0\].mig is 1, not true or false"),
         (changed(host__cores=True), "host.cores is True, not a whole number"),
+        (changed(host__cpu_quota=float("inf")), "host.cpu_quota is inf, not a number"),
         (changed(host__cpus=2), "nothing is called host.cpus"),
         (
             changed(speeds__0__products={"float32": "fast"}),

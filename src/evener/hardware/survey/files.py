@@ -7,6 +7,7 @@ an invalid value, such as ``cards[1].memory_nbytes``.
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 import types
 import typing
@@ -75,7 +76,8 @@ def _read(value: Any, kind: Any, place: str) -> Any:
     wanted = dict if dataclasses.is_dataclass(kind) else list if origin is tuple else origin
     # In Python a bool is an int, which is rejected here; an int is accepted as a float.
     right = isinstance(value, int | float if wanted is float else wanted)
-    if not right or (isinstance(value, bool) and wanted is not bool):
+    is_endless = isinstance(value, float) and not math.isfinite(value)
+    if not right or is_endless or (isinstance(value, bool) and wanted is not bool):
         raise ValueError(f"{place or 'the whole'} is {value!r:.60}, not {_WORDS[wanted]}")
     if dataclasses.is_dataclass(kind):
         return _record(value, kind, place + "." * bool(place))
