@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evener
-from evener.components.loss_trial import SumTrial, check_loss, try_metrics
+from evener.components.loss_trial import SumTrial, check_loss, trial_of, try_metrics
 from evener.components.model_with_loss import Replica
-from evener.core.losses import Loss, SumLoss, exact
+from evener.core.losses import Loss, Sum, SumLoss, exact
 from evener.data.batch import MicroBatch
 from evener.distributed import signals
 from evener.errors import InterruptedRunError, LossError
@@ -201,6 +201,32 @@ def _sums(total: Total) -> list[float]:
     task = tasks._task(loss=evener.loss(total))
     with evener.Engine(task, batch_size=6, epochs=1, balance="5,1") as engine:
         return [engine.step(batch).loss for batch in engine.batches()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_in_half_precision_is_no_difference(dtype: torch.dtype) -> None:
+    def total(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.to(dtype), targets, reduction="sum")
+
+    draws = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        outputs, targets = torch.randn(4, 3, generator=draws), torch.arange(4) % 3
+        micro = MicroBatch(outputs, targets, torch.arange(4), 1)
+        with scope(torch.arange(4), 1, 0, 1):
+            found = trial_of(
+                lambda *given: Sum(total(*given), 2 * len(given[1])), outputs.to(dtype), micro, None
+            )
+            mean_of = trial_of(
+                lambda *given: Sum(total(*given) / len(given[1]), len(given[1])),
+                outputs.to(dtype),
+                micro,
+                None,
+            )
+        assert found is not None
+        assert found.adds_up
+        assert mean_of is not None
+        assert mean_of.is_mean
+        assert not mean_of.adds_up
 
 
 def test_no_message_is_sent_in_a_trial(ranks: Callable[[int], RankPool]) -> None:

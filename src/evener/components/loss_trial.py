@@ -38,7 +38,8 @@ from evener.torch_internals.dispatch import DispatchMode, active_fake_mode
 
 _MOST = 4
 """Number of samples that are tried."""
-_CLOSE = 1e-3
+_CLOSE, _ROUNDINGS = 1e-3, 4
+"""Relative difference that counts as none: at least the first, and so many roundings in the type of the outputs."""
 _tried = WeakSet[Any]()
 """Metrics that were tried in this process, so that each is told of once."""
 
@@ -54,6 +55,8 @@ class SumTrial(NamedTuple):
     counts: tuple[float, float, float]
     samples: tuple[int, int]
     """The number of samples in each part."""
+    close: float = _CLOSE
+    """Relative difference that counts as none."""
 
     @property
     def has_constant_count(self) -> bool:
@@ -74,7 +77,7 @@ class SumTrial(NamedTuple):
         )
 
     def _is_near(self, expected: float) -> bool:
-        return abs(self.totals[0] - expected) <= _CLOSE * (abs(self.totals[1]) + abs(self.totals[2]))
+        return abs(self.totals[0] - expected) <= self.close * (abs(self.totals[1]) + abs(self.totals[2]))
 
     def __str__(self) -> str:
         whole, first, second = (f"{total:g}" for total in self.totals)
@@ -198,7 +201,7 @@ def trial_of(
     if whole != again or not all(map(math.isfinite, (*whole, *first, *second))):
         return None
     totals, counts = zip(whole, first, second, strict=True)
-    return SumTrial(totals, counts, (half, samples - half))
+    return SumTrial(totals, counts, (half, samples - half), _close(outputs))
 
 
 def ask_for_others() -> None:
@@ -221,6 +224,19 @@ def _is_untold() -> bool:
     """Returns True if there are no numbers yet: in a graph that is recorded, and in an estimate."""
     is_recording = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return is_recording or active_fake_mode() is not None
+
+
+def _close(outputs: Tree) -> float:
+    """Returns the relative difference that counts as none in what is computed from these outputs."""
+    found = [_CLOSE]
+
+    def note_rounding(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            found.append(_ROUNDINGS * torch.finfo(leaf.dtype).eps)
+        return leaf
+
+    map_leaves(note_rounding, outputs)
+    return max(found)
 
 
 def _devices(tree: Tree) -> set[torch.device]:
