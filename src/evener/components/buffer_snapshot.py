@@ -18,15 +18,18 @@ class BufferSnapshot:
 
     def __init__(self, model: nn.Module | None = None, step: int | None = None) -> None:
         self.step = step
-        self._kept = [
-            (held, name, buffer, buffer.clone())
-            for held in (map(own_buffers, model.modules()) if model is not None else ())
-            for name, buffer in held.items()
-            if buffer is not None
-        ]
+        modules = model.modules() if model is not None else ()
+        self._held = [(held, dict(held)) for held in map(own_buffers, modules)]
+        buffers = {
+            id(buffer): buffer for _, kept in self._held for buffer in kept.values() if buffer is not None
+        }
+        self._values = [(buffer, buffer.clone()) for buffer in buffers.values()]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Gives the buffers the values of the snapshot. They are the same tensors as before."""
-        for held, name, buffer, value in self._kept:
-            held[name] = buffer.copy_(value)
+        """Gives the buffers the values of the snapshot. They are the same tensors as before, and those that were None
+        are None."""
+        for held, kept in self._held:
+            held.update(kept)
+        for buffer, value in self._values:
+            buffer.copy_(value)

@@ -25,11 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from evener.components.buffer_snapshot import BufferSnapshot
 from evener.components.modes import modes_kept
 from evener.components.sharded_tensor.local import changeable, local
 from evener.hardware import accelerators
 from evener.torch_internals.dispatch import DispatchMode, written
-from evener.torch_internals.modules import AnyDropout, own_buffers, parametrized_anew
+from evener.torch_internals.modules import AnyDropout, parametrized_anew
 
 _DROPOUTS = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
@@ -91,16 +92,11 @@ class _WithoutDropout(TorchFunctionMode):
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Restores the buffers after the block."""
-    held = [(own, dict(own)) for own in map(own_buffers, model.modules())]
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    before = BufferSnapshot(model)
     try:
         yield
     finally:
-        for own, was in held:
-            own.update(was)
-        with torch.no_grad():
-            for buffer, values in before:
-                buffer.copy_(values)
+        before.restore()
 
 
 @contextmanager
