@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from evener.components.offload import optimizer as updates
 from evener.components.offload.host_storage import outside_of
-from evener.components.offload.optimizer import ALONE, OffloadedUpdates, check_alone, portions
+from evener.components.offload.optimizer import OffloadedUpdates, check_alone, portions
+from evener.components.optim.elementwise import ALONE
 from evener.core.config.offload import Offload
 from evener.errors import ConfigurationError
 from tests.components.offload.late import files
@@ -141,6 +142,15 @@ class Renamed(torch.optim.AdamW):
     """Steps as ever."""
 
 
+class Telling(torch.optim.AdamW):
+    """Says what it is."""
+
+    updates_each_alone = True
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 def hooked(own: list[nn.Parameter]) -> torch.optim.Optimizer:
     optimizer = made("Adam", own)
     optimizer.register_step_post_hook(lambda *_: None)
@@ -162,6 +172,7 @@ def test_what_may_not_be_updated_in_portions_is_refused(make: Any, words: str) -
     with pytest.raises(ConfigurationError, match=words):
         check_alone(make(parameters()))
     check_alone(Renamed(parameters()))
+    check_alone(Telling(parameters()))
 
 
 @pytest.mark.gpu

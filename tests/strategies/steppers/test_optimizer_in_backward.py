@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import evener
+from evener.components.optim.elementwise import SAYS_ALONE
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.distributed.session import Session
 from evener.errors import CheckpointError, ConfigurationError, TaskError
-from evener.strategies.steppers.optimizer_in_backward import SAYS_SO, OneByOne, check_optimizer
+from evener.strategies.steppers.optimizer_in_backward import OneByOne, check_optimizer
 from evener.tools.estimate.measure import measure_memory
 from evener.tools.verify import verify
 from evener.training.engine import Engine
@@ -314,16 +315,24 @@ def test_a_loop_of_ones_own_updates_itself() -> None:
 class Own(torch.optim.SGD):
     """Nobody knows what it looks at."""
 
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Renamed(torch.optim.AdamW):
+    """Steps as ever."""
+
 
 def test_optimizers_that_are_not_known_have_to_say_so() -> None:
     optimizer = Own([nn.Parameter(torch.zeros(2))], lr=0.1)
-    with pytest.raises(ConfigurationError, match=f"by an attribute, {SAYS_SO} = True"):
+    with pytest.raises(ConfigurationError, match=f"by an attribute, {SAYS_ALONE} = True"):
         check_optimizer(optimizer)
-    setattr(optimizer, SAYS_SO, True)
+    setattr(optimizer, SAYS_ALONE, True)
     check_optimizer(optimizer)
     optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(ConfigurationError, match="would be called for each"):
         check_optimizer(optimizer)
+    check_optimizer(Renamed([nn.Parameter(torch.zeros(2))]))
 
 
 # One at a time

@@ -16,7 +16,6 @@ state.
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from evener.components.offload.host_storage import Outside
 from evener.components.offload.layout import divided_as, is_plain
+from evener.components.optim.elementwise import ALONE, SAYS_ALONE, updates_alone
 from evener.components.sharded_tensor.local import local
 from evener.errors import ConfigurationError
 from evener.hardware.memory import made_as
@@ -39,23 +39,6 @@ SMALLEST = 2**12
 """Minimum size in bytes of a state tensor that is offloaded."""
 _LINE = 64
 """Alignment in bytes of the state tensors in a buffer."""
-ALONE = (
-    *(
-        "Adadelta",
-        "Adafactor",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "ASGD",
-        "Muon",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-    ),
-    *("Rprop", "SGD", "SparseAdam"),
-)
-"""Optimizers of ``torch.optim`` that update each parameter independently."""
 
 
 def portions(sizes: Sequence[int], most: int) -> list[range]:
@@ -72,13 +55,12 @@ def portions(sizes: Sequence[int], most: int) -> list[range]:
 
 def check_alone(optimizer: torch.optim.Optimizer) -> None:
     """Raises ConfigurationError if the optimizer cannot update one portion of its parameters after the other."""
-    # PyTorch replaces the step of a class by a wrapper when its first optimizer is created.
-    known = {inspect.unwrap(getattr(torch.optim, name).step) for name in ALONE}
-    if inspect.unwrap(type(optimizer).step) not in known:
+    if not updates_alone(optimizer):
         raise ConfigurationError(
             f"offload optimizer updates one portion of the parameters after the other, and {type(optimizer).__name__} "
             "is not known to update each by itself: use one of torch.optim "
-            f"({', '.join(ALONE)}), or leave optimizer out of offload"
+            f"({', '.join(ALONE)}), let it say so by an attribute, {SAYS_ALONE} = True, or leave optimizer out of "
+            "offload"
         )
     if has_step_hooks(optimizer):
         raise ConfigurationError(
@@ -169,7 +151,7 @@ class OffloadedUpdates:
             for key, value in state[parameter].items() if parameter in state else ():
                 if isinstance(value, Tensor) and is_plain(value) and outside.holds(value):
                     portion.homes[parameter, key] = value
-        made = {key: self._room_on_device(*key, home) for key, home in portion.homes.items()}
+        made = {key: self._room_on_device(key[0], home) for key, home in portion.homes.items()}
         with outside.beside.lane():
             for key, home in portion.homes.items() if outside.apart else ():
                 made[key].copy_(home, non_blocking=True)
@@ -178,7 +160,7 @@ class OffloadedUpdates:
             state[parameter][key] = divided_as(numbers, parameter)
         return portion
 
-    def _room_on_device(self, parameter: Tensor, key: str, home: Tensor) -> Tensor:
+    def _room_on_device(self, parameter: Tensor, home: Tensor) -> Tensor:
         if not self._outside.apart:
             return home
         with made_as(OPTIMIZER):

@@ -33,9 +33,9 @@ _ELEMENTWISE = (
     "SparseAdam",
 )
 """Optimizers of ``torch.optim`` that update each element by itself."""
-_OF_WEIGHTS = ("Adafactor", "Muon")
-"""Optimizers of ``torch.optim`` that look at each weight as a whole, and at no other."""
-_ELEMENTWISE_MODULES = ("torchao.optim.", "bitsandbytes.optim.")
+ALONE = (*_ELEMENTWISE, "Adafactor", "Muon")
+"""Optimizers of ``torch.optim`` that update each parameter independently."""
+ELEMENTWISE_MODULES = ("torchao.optim.", "bitsandbytes.optim.")
 _STEPS, _MOST, _SIDE = 8, 8, 3
 """The trial takes so many steps, with so many parameters of each group, each dimension at most so long."""
 _ROUNDING = 1e-10
@@ -49,7 +49,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> b
     if says is not None:
         return bool(says(group) if callable(says) else says)
     return _steps_as(optimizer, _ELEMENTWISE) or f"{type(optimizer).__module__}.".startswith(
-        _ELEMENTWISE_MODULES
+        ELEMENTWISE_MODULES
     )
 
 
@@ -61,7 +61,7 @@ def updated_whole(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def updates_alone(optimizer: torch.optim.Optimizer) -> bool:
     """Returns True if the optimizer is known to update each parameter independently, however often it is stepped."""
-    return _steps_as(optimizer, _OF_WEIGHTS) or bool(getattr(optimizer, SAYS_ALONE, False))
+    return _steps_as(optimizer, ALONE) or bool(getattr(optimizer, SAYS_ALONE, False))
 
 
 def _steps_as(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> bool:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.components.optim.eight_bit import stepping
-from evener.components.optim.elementwise import SAYS_ALONE
+from evener.components.optim.elementwise import ELEMENTWISE_MODULES, SAYS_ALONE, updates_alone
 from evener.components.optim.fused import lay_out
 from evener.components.sharded_tensor.local import is_divided
 from evener.data.batch import Batch
@@ -38,9 +38,6 @@ from evener.strategies.steppers.plain import Plain
 from evener.torch_internals.optimizers import has_step_hooks
 
 _SETTING = "update_in_backward"
-_KNOWN = ("torch.optim.", "torchao.optim.", "bitsandbytes.optim.")
-SAYS_SO = SAYS_ALONE
-"""An attribute that a user's optimizer sets to True if its updates treat each parameter independently."""
 
 
 class OneByOne:
@@ -154,10 +151,10 @@ def updates_of(learner: Learner) -> str:
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises ConfigurationError if updates may depend on several parameters, or if the optimizer has step hooks."""
     kind = type(optimizer)
-    if not f"{kind.__module__}.".startswith(_KNOWN) and not getattr(optimizer, SAYS_SO, False):
+    if not f"{kind.__module__}.".startswith(ELEMENTWISE_MODULES) and not updates_alone(optimizer):
         raise ConfigurationError(
             f"{_SETTING} updates one parameter at a time, and whether {kind.__module__}.{kind.__name__} looks at each "
-            f"alone is not known: if it does, let it say so by an attribute, {SAYS_SO} = True; else leave it out"
+            f"alone is not known: if it does, let it say so by an attribute, {SAYS_ALONE} = True; else leave it out"
         )
     if has_step_hooks(optimizer):
         raise ConfigurationError(
