@@ -27,6 +27,7 @@ from evener.distributed.launch.script import run_file
 from evener.distributed.loop_watch import watching
 from evener.errors import EvenerError, InterruptedRunError, RankTimeoutError
 from evener.tools.verify_script.events import Record, ScriptLine, ScriptLines
+from evener.tools.verify_script.link_guard import links_guarded
 from evener.tools.verify_script.printed_output import Listening
 from evener.tools.verify_script.recorder import RunPlan, ScriptRecorder
 from evener.tools.verify_script.workplace import workplace
@@ -150,6 +151,7 @@ def record_script(script: ScriptCommand, plans: list[RunPlan], directory: str = 
     with ExitStack() as stack:
         place = directory or str(stack.enter_context(workplace()))
         stack.enter_context(_as_a_program(script, place, plan.alone))
+        stack.enter_context(links_guarded(Path(place)))
         stack.enter_context(redirect_stdout(output))
         stack.enter_context(output.logged(lines.is_own))
         if plan.disturbed:

@@ -1,8 +1,9 @@
 """Working directory of a verification run: a copy of the user's, which is removed afterwards.
 
 A script that runs several times would otherwise find its own earlier output: resume from its checkpoint, or overwrite
-one of the user's. Files are copied. Large files are symbolic links, and so are directories with many files; what a
-script writes there stays. The parent directories are imitated too, for paths such as ``../data``.
+one of the user's. Files are copied. Large files are symbolic links, and so are directories with many files, until the
+script writes there (:mod:`evener.tools.verify_script.link_guard`). The parent directories are imitated too, for paths
+such as ``../data``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _MOST_BYTES = 2**24
 """Largest size of a file that is copied."""
 _ABOVE = 3
 """Number of parent directories that are imitated."""
-_PREFIX = "evener-proof-"
+PREFIX = "evener-proof-"
+"""Beginning of the name of the directory of a workplace."""
 _SKIPPED = {".git", "__pycache__", ".venv", "venv", "node_modules"}
 
 
@@ -29,18 +31,19 @@ _SKIPPED = {".git", "__pycache__", ".venv", "venv", "node_modules"}
 def workplace() -> Iterator[Path]:
     """Makes a directory that looks like the working directory, and removes it at the end."""
     here = Path.cwd()
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
         above = list(reversed([here, *here.parents][: _ABOVE + 1]))
         place = Path(name)
         for directory, below in itertools.pairwise(above):
-            _link_all(directory, place, without=below.name)
+            link_all(directory, place, without=below.name)
             place /= below.name
             place.mkdir()
         _copy_all(here, place)
         yield place
 
 
-def _link_all(source: Path, place: Path, without: str) -> None:
+def link_all(source: Path, place: Path, without: str = "") -> None:
+    """Makes links in ``place`` to all entries of ``source``, except the one named ``without``."""
     with suppress(OSError):
         for entry in _entries(source):
             if entry.name != without:
@@ -56,7 +59,7 @@ def _copy_all(source: Path, place: Path) -> None:
 def _entries(source: Path) -> list[os.DirEntry[str]]:
     """Returns the entries of a directory, except directories that this module makes."""
     with os.scandir(source) as entries:
-        return [entry for entry in entries if not entry.name.startswith(_PREFIX)]
+        return [entry for entry in entries if not entry.name.startswith(PREFIX)]
 
 
 def _copy(entry: os.DirEntry[str], place: Path) -> None:
