@@ -24,6 +24,7 @@ from pathlib import Path
 
 from evener.core.text import counted, few
 from evener.errors import EvenerError
+from evener.files import replace_text
 
 BOUNDS = "EVENER__MAY_BECOME"
 """Environment variable with which the launcher tells its ranks the `Bounds`."""
@@ -187,7 +188,7 @@ def tell_newcomers(run_dir: Path, names: Sequence[str]) -> None:
     if not names:
         path.unlink(missing_ok=True)
     elif not path.exists():
-        _write(path, json.dumps(sorted(names)))
+        replace_text(path, json.dumps(sorted(names)))
 
 
 def newcomers(run_dir: Path) -> tuple[str, ...]:
@@ -204,7 +205,7 @@ def _note(run_dir: Path, start: int, local_rank: int) -> Path:
 
 def note_change(run_dir: Path, start: int, local_rank: int, change: GroupChange) -> None:
     """Notes for the launcher that this rank ends, in the start of this number, for a change."""
-    _write(_note(run_dir, start, local_rank), json.dumps(asdict(change)))
+    replace_text(_note(run_dir, start, local_rank), json.dumps(asdict(change)))
 
 
 def noted_change(run_dir: Path, start: int, local_ranks: int) -> GroupChange | None:
@@ -230,9 +231,3 @@ def is_stopped(run_dir: Path, start: int) -> bool:
 def is_noted(run_dir: Path, start: int) -> bool:
     """Returns True if a rank of this machine has ended, or is about to, for a change."""
     return any(run_dir.glob(f"change-{start}-*"))
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)

@@ -25,6 +25,7 @@ from types import TracebackType
 from evener.distributed.recovery.abort_gloo import sever
 from evener.distributed.restart_count import generation
 from evener.errors import RankError
+from evener.files import replace_text
 
 ALLOWED = "EVENER__RANKS_MAY_STAY"
 """Environment variable with which the launcher tells ranks that it can replace single ranks."""
@@ -85,14 +86,7 @@ def _says(word: Path, number: int) -> bool:
 
 def announce(run_dir: Path, start: Start) -> None:
     """Announces ``start`` to the ranks that stay, in a file."""
-    _write(run_dir / _ANNOUNCEMENT, json.dumps(asdict(start)))
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes the file atomically."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+    replace_text(run_dir / _ANNOUNCEMENT, json.dumps(asdict(start)))
 
 
 # A rank's side
@@ -159,7 +153,7 @@ class SurvivorLease:
         self._thread = threading.Thread(target=self._look, name="evener-succession", daemon=True)
 
     def __enter__(self) -> SurvivorLease:
-        _write(self._word, str(generation()))
+        replace_text(self._word, str(generation()))
         _stays.append(self)
         self._thread.start()
         return self
