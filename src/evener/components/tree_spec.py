@@ -62,11 +62,6 @@ def taken_apart(tree: Any) -> tuple[Any, list[Tensor]]:
     return map_leaves(take_tensor, tree), tensors
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Returns the tensors of a tree, in order."""
-    return taken_apart(tree)[1]
-
-
 def holes_in(form: Any) -> list[TensorSlot]:
     """Returns the slots of a tree, in order."""
     found: list[TensorSlot] = []

@@ -182,6 +182,18 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
+def leaves_of(tree: Any) -> list[Any]:
+    """Returns the leaves that :func:`map_leaves` visits, in its order."""
+    found: list[Any] = []
+    map_leaves(found.append, tree)
+    return found
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Returns the tensors among the leaves of a tree, in order."""
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+
+
 def named_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yields the leaves that :func:`map_leaves` visits, in its order, each with its name."""
     if isinstance(tree, Tensor) or has_to(tree):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from evener.components.bit_digest import bit_digest, sum_of_digests
 from evener.components.buffer_snapshot import BufferSnapshot
 from evener.data.audits import AuditedBlock
-from evener.data.batch import Batch, MicroBatch, map_leaves
+from evener.data.batch import Batch, MicroBatch, tensors_in
 from evener.distributed.control_channel import Pending
 from evener.distributed.shm.scoreboard import WIDTH, quickest
 from evener.errors import ConfigurationError, DataError, DivergenceError
@@ -51,9 +51,7 @@ class BlockDigest:
 
     def add(self, micro: MicroBatch, term: Tensor) -> None:
         """Adds the samples of a grain, and the sum of its loss's terms."""
-        leaves: list[Tensor] = []
-        tree = (micro.inputs, micro.targets)
-        map_leaves(lambda leaf: leaves.append(leaf) if isinstance(leaf, Tensor) else None, tree)
+        leaves = tensors_in((micro.inputs, micro.targets))
         self.grains += 1
         for place, leaf in enumerate(leaves):
             self.samples += bit_digest(_dense(leaf), 1_000 * self.grains + place).to(self.samples.device)

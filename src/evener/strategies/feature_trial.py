@@ -22,7 +22,7 @@ from evener.components.model_trial import state_kept, training_without_dropout, 
 from evener.components.output_difference import difference
 from evener.components.sharded_tensor.local import local
 from evener.core.types import Tree
-from evener.data.batch import MicroBatch, map_leaves
+from evener.data.batch import MicroBatch, leaves_of, map_leaves
 from evener.data.feature_slice import cut_columns
 from evener.data.fetch import first_inputs
 from evener.errors import EvenerError, TaskError
@@ -120,7 +120,7 @@ def _first(
         whole = first_inputs(dataset, task.collate, _SAMPLES)
         return whole, cut_columns(whole, layer.columns, width)
     piece = first_inputs(learner.portion(dataset), task.collate, _SAMPLES)
-    rows = learner.session.control.gather_objects(_leaves(piece))
+    rows = learner.session.control.gather_objects(leaves_of(piece))
     places = iter(range(len(rows[0])))
 
     def joined(leaf: Any) -> Any:
@@ -130,12 +130,6 @@ def _first(
         return torch.cat(pieces, -1) if apart else leaf
 
     return map_leaves(joined, piece), piece
-
-
-def _leaves(tree: Any) -> list[Any]:
-    found: list[Any] = []
-    map_leaves(found.append, tree)
-    return found
 
 
 def _at_model(learner: Learner, inputs: Any) -> MicroBatch:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evener.components.tree_spec import tensors_in
-from evener.data.batch import Batch
+from evener.data.batch import Batch, tensors_in
 from evener.hardware.memory import MemoryTracker, made_as
 from evener.hardware.memory.counters import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, OTHER, PARAMETERS
 from evener.strategies.learner import Learner

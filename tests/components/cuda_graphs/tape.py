@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from evener.components.cuda_graphs.unfit import tensors_of
+from evener.data.batch import tensors_in
 from evener.torch_internals.dispatch import READS_NUMBER, DispatchMode
 
 _Result = TypeVar("_Result")
@@ -33,17 +33,17 @@ class Tape(DispatchMode):
         if func is READS_NUMBER:
             raise RuntimeError("operation not permitted when stream is capturing")
         result = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, list(tensors_of(result))))
+        self.calls.append((func, args, kwargs or {}, list(tensors_in(result))))
         return result
 
     @torch.no_grad()
     def replay(self) -> None:
         """Autograd does not see what a graph writes: the versions of tensors stay."""
         self.replays += 1
-        given = tuple(tensors_of([(args, kwargs, results) for _, args, kwargs, results in self.calls]))
+        given = tuple(tensors_in([(args, kwargs, results) for _, args, kwargs, results in self.calls]))
         with torch.autocast("cpu", enabled=False), torch.autograd._unsafe_preserve_version_counter(given):
             for function, args, kwargs, results in self.calls:
-                for static, new in zip(results, tensors_of(function(*args, **kwargs)), strict=True):
+                for static, new in zip(results, tensors_in(function(*args, **kwargs)), strict=True):
                     if static.data_ptr() != new.data_ptr():
                         static.detach().copy_(new)
 

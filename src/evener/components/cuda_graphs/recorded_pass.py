@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from evener.components.cuda_graphs.recorder import Recorder
-from evener.components.cuda_graphs.unfit import UnfitError, tensors_of
-from evener.data.batch import MicroBatch
+from evener.components.cuda_graphs.unfit import UnfitError
+from evener.data.batch import MicroBatch, tensors_in
 from evener.torch_internals.autograd import version
 from evener.torch_internals.optimizers import largest
 from evener.torch_internals.storages import address, use_count
@@ -71,7 +71,7 @@ class RecordedPass:
     ) -> None:
         self._written = written
         static = micro.map(lambda leaf: _copy_of(leaf) if isinstance(leaf, Tensor) else leaf)
-        self._inputs = list(tensors_of((static.inputs, static.targets)))
+        self._inputs = list(tensors_in((static.inputs, static.targets)))
         total, self._forward = recorder.record(lambda: run(static))
         self._start = torch.ones_like(total)
         (found, self._norms), self._backward = recorder.record(
@@ -112,7 +112,7 @@ class RecordedPass:
     def forward(self, micro: MicroBatch) -> Tensor:
         """Returns the summed loss of a micro-batch."""
         increment_version(self._written)
-        for static, given in zip(self._inputs, tensors_of((micro.inputs, micro.targets)), strict=True):
+        for static, given in zip(self._inputs, tensors_in((micro.inputs, micro.targets)), strict=True):
             static.copy_(given)
         self._forward.replay()
         return self._total.clone()

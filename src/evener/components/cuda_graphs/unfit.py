@@ -7,13 +7,13 @@ operators for which that is not the same computation, before they run: so a pass
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from evener.data.batch import map_leaves
+from evener.data.batch import tensors_in
 from evener.nn.context import Scope
 from evener.nn.fqn import clean_name
 from evener.torch_internals.dispatch import READS_NUMBER, DispatchMode, written
@@ -79,7 +79,7 @@ class OperatorWatch(DispatchMode):
 
     def _is_on_host(self, tree: Any) -> bool:
         """Returns True if a tensor is on the host. If the device is the host, nothing tells."""
-        return self._device.type != "cpu" and any(each.device.type == "cpu" for each in tensors_of(tree))
+        return self._device.type != "cpu" and any(each.device.type == "cpu" for each in tensors_in(tree))
 
 
 def leaves_of(total: Tensor) -> set[Tensor]:
@@ -102,10 +102,3 @@ def hooked_module(model: nn.Module) -> str:
     return next(
         (clean_name(name) or "the model" for name, each in model.named_modules() if has_hooks(each)), ""
     )
-
-
-def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """Yields the tensors of nested containers."""
-    found: list[Any] = []
-    map_leaves(found.append, tree)
-    return (leaf for leaf in found if isinstance(leaf, Tensor))

@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from evener.components.offload.copy_stream import Beside
 from evener.components.offload.host_storage import Outside
 from evener.components.offload.layout import TensorLayout, bytes_of, is_plain
-from evener.data.batch import map_leaves
+from evener.data.batch import tensors_in
 from evener.errors import ConfigurationError, TaskError
 from evener.hardware.memory import made_as
 from evener.hardware.memory.counters import ACTIVATIONS
@@ -291,8 +291,7 @@ class OffloadedForward:
         if not (torch.is_grad_enabled() and model.training):
             return self.inner(*args, **kwargs)
         self.called = True
-        given: list[Tensor] = []
-        map_leaves(lambda leaf: given.append(leaf) if isinstance(leaf, Tensor) else None, (args, kwargs))
+        given = tensors_in((args, kwargs))
         with self._saved.passing([*given, *model.parameters(), *model.buffers()]):
             return self.inner(*args, **kwargs)
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from evener.data.batch import map_leaves
+from evener.data.batch import map_leaves, tensors_in
 from evener.distributed import signals as interrupt
 from evener.hardware import accelerators
 from evener.nn.tensor_region import stand_in
@@ -279,7 +279,7 @@ class _RegionPart:
         return act
 
     def _check(self, output: Any) -> None:
-        found, wanted = tensors_of(output), tensors_of(self._whole.output)
+        found, wanted = tensors_in(output), tensors_in(self._whole.output)
         if len(found) != len(wanted) or not all(map(_same, found, wanted)):
             raise _WrongError("the module returns something else for a part")
 
@@ -344,13 +344,6 @@ def _training(modules: Any) -> Iterator[None]:
 # Arguments
 
 
-def tensors_of(tree: Any) -> list[Tensor]:
-    """Returns the tensors in a tree."""
-    found: list[Tensor] = []
-    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
-    return found
-
-
 def copied(tree: Any) -> Any:
     """Returns a copy without autograd history. Other objects are copied too: a module may keep state in them."""
     return map_leaves(
@@ -361,7 +354,7 @@ def copied(tree: Any) -> Any:
 def _trained(tree: Any, flags: Sequence[bool]) -> tuple[Any, list[Tensor]]:
     """Returns a copy in which the flagged tensors require a gradient, and the leaves that they come from."""
     leaves: list[Tensor] = []
-    if len(flags) != len(tensors_of(tree)):
+    if len(flags) != len(tensors_in(tree)):
         raise _WrongError("the module is called otherwise with gradients than without")
     remaining = iter(flags)
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.components.model_trial import state_kept, training_without_dropout
+from evener.data.batch import tensors_in
 from evener.distributed import signals as interrupt
 from evener.hardware import accelerators
 from evener.nn.context import outside
@@ -29,7 +30,7 @@ from evener.nn.dropout import Dropout
 from evener.nn.fqn import clean_name
 from evener.nn.tensor_parallel_conv1d import is_transposed
 from evener.strategies.tensor.candidates import Place, TriedRegion
-from evener.strategies.tensor.region_check import Judge, UndividedCall, copied, tensors_of
+from evener.strategies.tensor.region_check import Judge, UndividedCall, copied
 from evener.strategies.tensor.regions import obstacle, width
 from evener.torch_internals.modules import own_buffers, own_parameters
 
@@ -180,7 +181,7 @@ class Trials:
         name = self._names[module]
         if self._flagging:
             if self._is_block(name):
-                self._trained.setdefault(name, [leaf.requires_grad for leaf in tensors_of((args, kwargs))])
+                self._trained.setdefault(name, [leaf.requires_grad for leaf in tensors_in((args, kwargs))])
             return forward(*args, **kwargs)
         with self.filled(module):
             if self._busy or name in self._seen or not self._is_block(name):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from evener.core.task.task import Task
+from evener.data.batch import leaves_of
 from evener.tools.plan.fitting import model_without_numbers
 from evener.tools.plan.trials import quiet
-from evener.training.prepare.sample_tensor import leaves_of
 
 
 def structure_of(task: Task) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evener.data.batch import Batch, MicroBatch, map_leaves
+from evener.data.batch import Batch, MicroBatch, leaves_of
 from evener.data.rounds import RoundBatch
 from evener.training.engine import Engine
 
@@ -61,16 +61,10 @@ def reordered(batch: Batch, generator: torch.Generator) -> Batch:
 def _shuffled(micro: MicroBatch, generator: torch.Generator) -> MicroBatch:
     size = len(micro.samples)
     order = torch.randperm(size, generator=generator)
-    if not all(_has_samples(leaf, size) for leaf in _leaves((micro.inputs, micro.targets))):
+    if not all(_has_samples(leaf, size) for leaf in leaves_of((micro.inputs, micro.targets))):
         return micro
     moved = micro.map(lambda leaf: leaf if leaf is None else leaf[order.to(leaf.device)])
     return dataclasses.replace(moved, samples=micro.samples[order])
-
-
-def _leaves(tree: Any) -> list[Any]:
-    found: list[Any] = []
-    map_leaves(found.append, tree)
-    return found
 
 
 def _has_samples(leaf: Any, size: int) -> bool:

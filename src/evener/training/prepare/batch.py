@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from evener.core.config.run_config import RunConfig
-from evener.data.batch import Batch, MicroBatch, map_leaves, move
+from evener.data.batch import Batch, MicroBatch, leaves_of, map_leaves, move
 from evener.data.division import own_slice
 from evener.data.fingerprint import digest_of
 from evener.errors import ConfigurationError, DataError
@@ -24,7 +24,6 @@ from evener.training.prepare.batch_tensors import marked
 from evener.training.prepare.current_batch import CurrentBatch
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.prepare import current, settings
-from evener.training.prepare.sample_tensor import leaves_of
 
 _AHEAD = 2
 _DIFFERENT = (

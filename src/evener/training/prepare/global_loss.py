@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from evener.collectives.all_gather_rows import gathered
-from evener.data.batch import map_leaves
+from evener.data.batch import leaves_of, map_leaves
 from evener.errors import ConfigurationError, DivergenceError, LossError
 from evener.hardware.timers import waiting
 from evener.training.prepare.current_batch import CurrentBatch
@@ -29,7 +29,7 @@ from evener.training.prepare.late_checks import Number, nonzero_or, number_like,
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.loss_kind import LossKind
 from evener.training.prepare.rank_checks import check_marks
-from evener.training.prepare.sample_tensor import Joint, Kind, leaves_of, plain_of
+from evener.training.prepare.sample_tensor import Joint, Kind, plain_of
 from evener.training.prepare.zero_loss import silence_of, silent
 from evener.training.step.step import not_finite
 

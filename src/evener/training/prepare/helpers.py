@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from evener.data.batch import map_leaves
+from evener.data.batch import leaves_of, map_leaves
 from evener.data.division import own_slice
 from evener.distributed.environment import detect
 from evener.distributed.loop_watch import loop_watch
@@ -27,7 +27,6 @@ from evener.training.prepare.loss import OverAll, is_torchs_own
 from evener.training.prepare.positions import refuse_divided
 from evener.training.prepare.prepare import current, place_or_none
 from evener.training.prepare.rank_checks import check_marks
-from evener.training.prepare.sample_tensor import leaves_of
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from evener.components.loss_trial import LossTrial
 from evener.core.losses import Loss, exact
 from evener.core.losses.torch_losses import is_torch_loss
-from evener.data.batch import MicroBatch, map_leaves
+from evener.data.batch import MicroBatch, leaves_of, map_leaves
 from evener.errors import LossError
 from evener.nn.context import current
 from evener.training.prepare.global_loss import (
@@ -37,7 +37,6 @@ from evener.training.prepare.sample_tensor import (
     NotSums,
     Own,
     called,
-    leaves_of,
     own_of,
     plain_of,
     total_of,

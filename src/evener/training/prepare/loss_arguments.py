@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from evener.data.batch import has_to, like_mapping, like_sequence, map_leaves
+from evener.data.batch import has_to, leaves_of, like_mapping, like_sequence, map_leaves
 from evener.data.fingerprint import digest_of
 from evener.training.prepare.batch_tensors import is_of_a_batch
-from evener.training.prepare.sample_tensor import leaves_of, plain_of
+from evener.training.prepare.sample_tensor import plain_of
 
 Path = tuple[Any, ...]
 GO_ON: Any = object()

@@ -19,11 +19,11 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from evener.data.batch import map_leaves
+from evener.data.batch import leaves_of, map_leaves
 from evener.data.fingerprint import generators_kept
 from evener.training.prepare.drawn_outputs import drawn_like
 from evener.training.prepare.loss_arguments import Entries, SameForAll, rows_in, unwrapped
-from evener.training.prepare.sample_tensor import Joint, Kind, NotSums, leaves_of, own_of, plain_of
+from evener.training.prepare.sample_tensor import Joint, Kind, NotSums, own_of, plain_of
 
 T = TypeVar("T")
 _Found: TypeAlias = tuple[list[float], list[Tensor], list[Tensor], list[Tensor]]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evener.data.batch import map_leaves
+from evener.data.batch import leaves_of, map_leaves
 from evener.data.division import own_slice
 from evener.data.fingerprint import generators_kept
 from evener.errors import DivergenceError, LossError
@@ -35,7 +35,7 @@ from evener.training.prepare.loss_arguments import (
 )
 from evener.training.prepare.positions import refuse_divided
 from evener.training.prepare.rank_checks import check_marks
-from evener.training.prepare.sample_tensor import leaves_of, plain_of
+from evener.training.prepare.sample_tensor import plain_of
 from evener.training.prepare.stacked_rows import are_near, are_stacked, can_tell, stacked
 from evener.training.step.step import not_finite
 

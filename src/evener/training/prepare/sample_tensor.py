@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from evener.core.losses.torch_losses import exact
-from evener.data.batch import map_leaves
+from evener.data.batch import leaves_of, map_leaves
 
 Kind = Literal["sum", "max", "min"]
 
@@ -124,13 +124,6 @@ def plain_of(tree: Any) -> Any:
     if isinstance(tree, slice):
         return slice(plain_of(tree.start), plain_of(tree.stop), plain_of(tree.step))
     return map_leaves(lambda leaf: getattr(leaf, "plain", leaf), tree)
-
-
-def leaves_of(tree: Any) -> list[Any]:
-    """Returns the leaves of tuples, lists, dicts and dataclasses."""
-    found: list[Any] = []
-    map_leaves(found.append, tree)
-    return found
 
 
 _SHAPES = frozenset({"__get__", "__len__", "dim", "numel", "size"})
