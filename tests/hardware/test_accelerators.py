@@ -141,6 +141,12 @@ def test_ranks_take_the_devices_of_the_kind_that_was_asked_for(
     monkeypatch.setenv(RANKS_PER_CARD, "3")
     assert opened._take_device() == XPU
     monkeypatch.delenv(RANKS_PER_CARD)
+    monkeypatch.setenv(f"{RANKS_PER_CARD}S", "3")
+    with pytest.raises(
+        ConfigurationError, match=f"{RANKS_PER_CARD}S, which nothing reads; write {RANKS_PER_CARD}"
+    ):
+        opened._take_device()
+    monkeypatch.delenv(f"{RANKS_PER_CARD}S")
     place.local_world_size = 3
     with pytest.raises(ConfigurationError, match="asked for 3 processes on xpu, 2 GPUs here"):
         opened._take_device()

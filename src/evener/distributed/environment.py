@@ -7,6 +7,7 @@ reads a mapping.
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -139,8 +140,13 @@ def ranks_per_card() -> int:
     """Reads the number of ranks per accelerator from the environment variable `RANKS_PER_CARD`; 1 if it is not set.
 
     Raises:
-        ConfigurationError: If it is not a number above 0.
+        ConfigurationError: If it is not a number above 0, or a variable has nearly its name, which would do nothing.
     """
+    near = difflib.get_close_matches(RANKS_PER_CARD, os.environ, n=1, cutoff=0.8)
+    if near and near[0] != RANKS_PER_CARD:
+        raise ConfigurationError(
+            f"the environment has {near[0]}, which nothing reads; write {RANKS_PER_CARD}"
+        )
     found = _number(os.environ, RANKS_PER_CARD, 1)
     if found < 1:
         raise ConfigurationError(
