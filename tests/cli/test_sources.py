@@ -203,3 +203,10 @@ def test_variables_of_evener_itself_are_no_settings() -> None:
 
     for name in (keeper.LAUNCHER_PID, session.RUN_DIR, succession.ALLOWED):
         assert name.startswith(sources.OWN)
+
+
+def test_a_second_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """It took the place of the first, whose settings were lost without a word."""
+    with pytest.raises(SystemExit):
+        parsed("train", "digits", "--config", "a.toml", "--config", "b.toml")
+    assert "--config is given twice: a.toml and b.toml; give one" in capsys.readouterr().err

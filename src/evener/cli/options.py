@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evener.cli.parsing import HelpFull, Parser, path, place
+from evener.cli.parsing import HelpFull, Once, Parser, path, place
 from evener.core.config import help_text as settings_help
 from evener.core.config.run_config import RunConfig
 from evener.core.elsewhere import PLACES
@@ -50,7 +50,12 @@ def add_config_options(parser: Parser, *names: str) -> None:
             _add(parser, fields[name], KINDS[name])
     group = "settings from elsewhere (the command line wins over EVENER_* variables, these over the file)"
     parser.option(
-        group, "--config", type=path, metavar="FILE", help="settings as TOML, by their names in Python"
+        group,
+        "--config",
+        action=Once,
+        type=path,
+        metavar="FILE",
+        help="settings as TOML, by their names in Python",
     )
     parser.option(
         group,

@@ -169,6 +169,15 @@ def place(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+class Once(argparse.Action):
+    """Stores a value, and refuses a second one, which would replace the first without a word."""
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, option: Any = None) -> None:
+        if getattr(namespace, self.dest, None) is not None:
+            parser.error(f"{option} is given twice: {getattr(namespace, self.dest)} and {value}; give one")
+        setattr(namespace, self.dest, value)
+
+
 class HelpFull(argparse.Action):
     """Prints the help with the full text of each option, and exits."""
 
