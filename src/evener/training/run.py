@@ -165,7 +165,7 @@ class Run:
                 with self._staying():
                     with self._deferring() as stop:
                         if self._config.non_finite == "restore":
-                            falling_back(lambda: self._train(stop), engine, self._config.run_dir)
+                            falling_back(lambda: self._train(stop), engine, self._config)
                         else:
                             self._train(stop)
                         callback_result = self._callback.end()

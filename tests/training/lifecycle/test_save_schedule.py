@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -254,6 +255,41 @@ def test_a_full_disk_stops_the_run_or_not_as_asked(tmp_path: Path) -> None:
         full = FullFor(tmp_path / mode / "checkpoints", 99)
         with pytest.raises(CheckpointError, match="rank 0 could not write it"):
             alone(run_dir=tmp_path / mode, observers=[full], on_full_disk="go-on", save_mode=mode)
+
+
+class NanOnce(nn.Linear):
+    """A layer whose output is not finite in one call."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        found = super().forward(x)
+        return found * float("nan") if self.calls == 5 and self.training else found
+
+
+def test_a_run_that_goes_on_without_a_save_also_falls_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save after step 4 fails, and the next step is not finite: the checkpoint before is taken."""
+    save, tries = saving.state_dict_saver.save, [0]
+
+    def full_once(*args: Any, **known: Any) -> Any:
+        tries[0] += 1
+        if tries[0] == 2:
+            raise OSError(28, "No space left on device", "weights")
+        return save(*args, **known)
+
+    monkeypatch.setattr(saving.state_dict_saver, "save", full_once)
+    task = dataclasses.replace(tasks.plain(), model=lambda: NanOnce(6, 3))
+    settings: Any = {"non_finite": "restore", "save_every": "2steps", "steps": 8, "run_dir": tmp_path}
+    with pytest.raises(CheckpointError, match="No space left"):
+        alone(task, **settings)
+    tries[0] = 0
+    trained = alone(task, on_full_disk="go-on", **settings)
+    assert trained.summary.steps == 8
+    assert "No space left on device: weights; make room" in words_of(tmp_path)
+    assert "back to the checkpoint after 2 steps" in words_of(tmp_path)
 
 
 class Remembers(torch.optim.lr_scheduler.ExponentialLR):

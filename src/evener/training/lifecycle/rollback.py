@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from evener.core.config.run_config import RunConfig
 from evener.core.records import Note
 from evener.core.text import counted
 from evener.errors import ConfigurationError, DataError, DivergenceError
 from evener.training.engine import Engine
+from evener.training.lifecycle.save_schedule import bearing
 
 MOST_RETURNS = 3
 """Limit for one run: a cause that makes numbers non-finite each time does not go away by itself."""
 
 
-def falling_back(train: Callable[[], None], engine: Engine, run_dir: Path | None) -> None:
+def falling_back(train: Callable[[], None], engine: Engine, config: RunConfig) -> None:
     """Calls ``train`` until it ends without non-finite numbers, at most ``MOST_RETURNS`` + 1 times.
 
     Args:
         train: Takes all remaining steps; raises DivergenceError on all ranks alike.
-        run_dir: The run directory whose checkpoints are used.
+        config: The settings of the run, whose checkpoints are used.
     """
-    if run_dir is None:
+    if config.run_dir is None:
         raise ConfigurationError(
             "non_finite=restore falls back to a checkpoint, and this run leaves none: give it a run_dir"
         )
@@ -29,7 +31,9 @@ def falling_back(train: Callable[[], None], engine: Engine, run_dir: Path | None
         try:
             return train()
         except DivergenceError as error:
-            _fall_back(engine, run_dir, error)
+            with bearing(engine, config.on_full_disk):  # a save that is still being written, or has failed
+                engine.finish_saving()
+            _fall_back(engine, config.run_dir, error)
     return train()
 
 

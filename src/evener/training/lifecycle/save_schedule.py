@@ -56,6 +56,17 @@ class Wish(IntEnum):
     """Save and stop. The number of the signal is added."""
 
 
+@contextmanager
+def bearing(engine: Engine, on_full_disk: str) -> Iterator[None]:
+    """Reports a write that failed in the block and goes on, unless ``on_full_disk`` is ``stop``."""
+    try:
+        yield
+    except CheckpointError as error:
+        if on_full_disk == "stop":
+            raise
+        engine.observers.event(Note(engine.steps_done, f"{error}; the run goes on"))
+
+
 class Saving:
     """Writes the checkpoints of one run into a directory. All ranks must call its methods after the same steps.
 
@@ -171,16 +182,12 @@ class Saving:
 
     def _bearing(self, act: Callable[[], object]) -> bool:
         """Calls ``act``. If a write failed, raises or only reports it and returns False, as ``on_full_disk`` says."""
-        failed = False
-        try:
+        done = False
+        with bearing(self._engine, self._config.on_full_disk):
             act()
-        except CheckpointError as error:
-            if self._config.on_full_disk == "stop":
-                raise
-            self._engine.observers.event(Note(self._engine.steps_done, f"{error}; the run goes on"))
-            failed = True
+            done = True
         self._tell_not_uploaded()
-        return not failed
+        return done
 
     def _tell_not_uploaded(self) -> None:
         """Reports once that a checkpoint was not uploaded, which does not end the run."""
