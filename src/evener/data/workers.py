@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, replace
+from multiprocessing.util import get_temp_dir
 from typing import Any, TypeVar
 
 import numpy as np
@@ -88,6 +89,8 @@ class Workers:
             del values  # otherwise a traceback that somebody keeps would keep the workers alive
 
     def _loader(self, dataset: Dataset[Any], requests: Iterable[Any] | None) -> DataLoader[Any]:
+        if self.count:
+            get_temp_dir()  # removed by this process: one of their own stays if a worker is killed
         return DataLoader(
             dataset,
             batch_size=None,

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
 import threading
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +185,25 @@ def test_what_cannot_be_sent_or_started_is_refused() -> None:
         launch(os.getpid, processes=2, rendezvous="c10d")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="3 is no function"):
         launch(3, processes=2)  # type: ignore[arg-type]
+
+
+def test_a_killed_worker_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def work() -> None:
+        reading, writing = os.pipe()
+        child = multiprocessing.get_context("fork").Process(
+            target=lambda: (os.write(writing, get_temp_dir().encode()), os.kill(os.getpid(), signal.SIGKILL))
+        )
+        child.start()
+        assert Path(os.read(reading, 999).decode()).is_dir()
+        child.join()
+        os._exit(1)  # as the watchdog ends a rank: nothing that is registered for the end is called
+
+    with pytest.raises(RankError, match="status 1"):
+        launch(work, processes=2, device="cpu")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_process_that_a_rank_forks_ends_for_itself(capfd: pytest.CaptureFixture[str]) -> None:

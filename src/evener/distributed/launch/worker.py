@@ -10,10 +10,12 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,7 @@ def main(run_dir: str) -> None:
     """Runs the job in ``run_dir`` as the rank given by the environment variables, and ends the process."""
     die_with(int(os.environ[LAUNCHER_PID]))
     reserve()
+    _hold_files_of_workers(run_dir)
     environment = detect()
     record_crash(Path(run_dir) / f"crash-{environment.rank}")
     enforce(_record_interruption)
@@ -112,6 +115,16 @@ def main(run_dir: str) -> None:
         rank = detect().rank  # it may have changed
         status = _status_of(error, rank) if os.getpid() == process else _status_of_child(error)
     _leave(status, works_on, is_rank=os.getpid() == process)
+
+
+def _hold_files_of_workers(run_dir: str) -> None:
+    """Lets the processes that this rank starts, such as a DataLoader's workers, have the sockets of `multiprocessing`
+    in ``run_dir``, which the launcher removes. In directories of their own they stay if a worker is killed."""
+    before, tempfile.tempdir = tempfile.tempdir, run_dir
+    try:
+        get_temp_dir()
+    finally:
+        tempfile.tempdir = before
 
 
 def job_in(run_dir: Path) -> Job:
