@@ -64,6 +64,8 @@ def test_help_onto_a_full_disk_is_one_line() -> None:
     assert ended.returncode in (0, 1)
     assert "Traceback" not in ended.stderr
     assert ended.stderr.count("\n") <= 1
+    listed = command("evener list > /dev/full")
+    assert listed.stderr.startswith("evener: No space left on device: <stdout>; make room")
 
 
 def test_a_line_is_dropped_if_standard_error_is_closed(

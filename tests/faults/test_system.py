@@ -76,7 +76,7 @@ def shell(line: str, directory: Path, **variables: str) -> subprocess.CompletedP
             "records cannot be written to run: .*--on-full-disk go-on",
         ),
         ("ulimit -n 12; TRAIN --workers 4 --run-dir run", 1, "(?i)too many open files|open files"),
-        ("TRAIN --run-dir run > /dev/full", 1, "No space left on device"),
+        ("TRAIN --run-dir run > /dev/full", 1, "No space left on device: <stdout>"),
     ],
     ids=["full", "open-files", "full-output"],
 )

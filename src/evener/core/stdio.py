@@ -44,7 +44,7 @@ class Unheard:
             self._gone = True
             _lead_nowhere(self._stream)
             if isinstance(error, OSError) and not self._whatever and error.errno not in CLOSED:
-                raise
+                raise OSError(error.errno, error.strerror, getattr(self._stream, "name", None)) from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
