@@ -319,12 +319,18 @@ def test_a_run_that_dies_before_its_first_save_is_gone_on_with_where_it_began(
 
 
 @pytest.mark.parametrize(
-    "tear", spread(["{", "[]", None, "", "of step 7"], ALWAYS, NIGHTLY, NIGHTLY, NIGHTLY)
+    "tear", ["of another run", *spread(["{", "[]", None, "", "of step 7"], ALWAYS, NIGHTLY, NIGHTLY, NIGHTLY)]
 )
 def test_a_damaged_mark_is_said_and_the_one_before_is_gone_on_from(tmp_path: Path, tear: str | None) -> None:
     cut_short(tmp_path, 9)
     mark = tmp_path / "checkpoints" / "step-00000008" / "evener.json"
-    text = mark.read_text().replace(": 8}", ": 7}") if tear == "of step 7" else tear
+    before = mark.read_text()
+    run = json.loads(before)["run"]
+    others = {
+        "of step 7": before.replace(": 8}", ": 7}"),
+        "of another run": before.replace(run, f"&{run[1:]}"),
+    }
+    text = others.get(tear or "", tear)
     mark.unlink() if text is None else mark.write_text(text)
     torn = contents(mark.parent)
     for resume, steps in (("auto", 7), (tmp_path, 8)):

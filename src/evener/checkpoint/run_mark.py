@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from evener.checkpoint.checksums import SUMS, sum_of, sums_in
 from evener.files import read_json, replacing
 
 MARK = "evener.json"
 """Name of the mark file."""
 _AUTHOR = "evener"
 _LONGEST = 1 << 20
-_SUMS = "sums.json"
 
 
 @dataclass(frozen=True)
@@ -92,17 +92,27 @@ def mark_in(directory: Path) -> dict[str, Any] | None:
 
 
 def identity_in(checkpoint: Path, steps: int) -> Identity | None:
-    """Returns the identity of the checkpoint after ``steps`` steps, or None if the directory has no mark of it.
+    """Returns the identity of the checkpoint after ``steps`` steps, or None if the directory has no mark of it, or one
+    in which a bit has changed: it would be that of another run.
 
     A copy with the name of another step does not match its mark, and belongs to the user.
     """
     mark = mark_in(checkpoint)
-    if mark is None or mark.get("steps") != steps:
+    if mark is None or mark.get("steps") != steps or _is_changed(checkpoint):
         return None
     try:
         return Identity.from_plain(mark)
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _is_changed(checkpoint: Path) -> bool:
+    """Returns True if the checksums of a checkpoint tell another mark."""
+    try:
+        wanted = sums_in(checkpoint).get(MARK)
+        return wanted is not None and sum_of(checkpoint / MARK) != wanted
+    except (OSError, ValueError):
+        return False  # what is wrong with the checksums is told where they are compared
 
 
 def run_in(run_dir: Path) -> Identity | None:
@@ -121,10 +131,12 @@ def lost_mark(checkpoint: Path, steps: int) -> str:
     """
     if identity_in(checkpoint, steps) is not None:
         return ""
+    if _is_changed(checkpoint):
+        return f"{MARK} is not what was written: its checksum differs"
     if os.path.lexists(checkpoint / MARK):
         elsewhere = mark_in(checkpoint) is not None
         return f"{MARK} is not that of step {steps}" if elsewhere else f"{MARK} cannot be read"
     try:
-        return f"{MARK} cannot be read: it is not there" if MARK in read_json(checkpoint / _SUMS) else ""
+        return f"{MARK} cannot be read: it is not there" if MARK in read_json(checkpoint / SUMS) else ""
     except (OSError, ValueError, TypeError):
-        return f"{MARK} and {_SUMS} cannot be read"
+        return f"{MARK} and {SUMS} cannot be read"
