@@ -89,6 +89,9 @@ def progress() -> str:
     return "" if watchdog is None else watchdog.progress_text
 
 
+_LONGEST = 107 - len("/pymp-12345678/listener-12345678")
+
+
 def main(run_dir: str) -> None:
     """Runs the job in ``run_dir`` as the rank given by the environment variables, and ends the process."""
     die_with(int(os.environ[LAUNCHER_PID]))
@@ -119,7 +122,10 @@ def main(run_dir: str) -> None:
 
 def _hold_files_of_workers(run_dir: str) -> None:
     """Lets the processes that this rank starts, such as a DataLoader's workers, have the sockets of `multiprocessing`
-    in ``run_dir``, which the launcher removes. In directories of their own they stay if a worker is killed."""
+    in ``run_dir``, which the launcher removes. In directories of their own they stay if a worker is killed. The path of
+    a socket has at most 107 bytes: where ``run_dir`` is long, they have directories of their own."""
+    if len(os.fsencode(run_dir)) > _LONGEST:
+        return
     before, tempfile.tempdir = tempfile.tempdir, run_dir
     try:
         get_temp_dir()
