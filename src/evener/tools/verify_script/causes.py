@@ -278,7 +278,7 @@ def _own_grad(runs: ScriptRuns, parting: Parting) -> Event | None:
     for number in reversed(range(parting.event)):
         event = runs.reference.events[number]
         first, *others = (run.events[number] for run in runs.divided)
-        if event.what is What.GRAD and event.of_weights and any(values_part(first, one) for one in others):
+        if event.what is What.GRAD and any(values_part(first, one) for one in others):
             found = event
         if event.is_update:
             break

@@ -82,7 +82,7 @@ def _own_grad(divided: Sequence[Record]) -> Parting | None:
     between ranks. Returns None otherwise.
     """
     ends = [run.events[-1] for run in divided if run.events]
-    if not ends or not (ends[0].what is What.GRAD and ends[0].of_weights):
+    if not ends or ends[0].what is not What.GRAD:
         return None
     rank = next((rank for rank, end in enumerate(ends) if values_part(ends[0], end)), None)
     return None if rank is None else Parting(len(divided[0].events) - 1, "grad", ends[0].line, rank=rank)

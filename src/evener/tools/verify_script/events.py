@@ -86,6 +86,7 @@ class What(StrEnum):
     LOSS = "a loss"
     BACKWARD = "backward()"
     GRAD = "torch.autograd.grad"
+    """Of weights; that of samples or of what is computed from weights is no event."""
     STEP = "an optimizer's step"
 
 
@@ -109,8 +110,6 @@ class Event:
     """
     rates: tuple[float, ...] = ()
     """Learning rates of the optimizer's parameter groups."""
-    of_weights: bool = False
-    """True if ``torch.autograd.grad`` is asked for gradients of weights."""
     drew: bool = False
     """True if random numbers were drawn since the loop got the current batch."""
 

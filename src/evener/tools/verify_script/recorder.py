@@ -7,7 +7,7 @@ import math
 import pickle
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -194,7 +194,11 @@ class ScriptRecorder(LoopWatch):
             self._is_inside = before
 
     def _around(self, name: str, what: What) -> Any:
-        """Patches ``torch.autograd.backward`` or ``grad`` to record each call."""
+        """Patches ``torch.autograd.backward`` or ``grad`` to record each call.
+
+        Calls of ``grad`` for tensors that are no weights are no events: a rank may make one for each of its samples, as
+        an inner step from clones of the weights.
+        """
         original = getattr(torch.autograd, name)
 
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -202,10 +206,12 @@ class ScriptRecorder(LoopWatch):
             if self._is_inside or is_within_transform():
                 return original(*args, **kwargs)
             self._end_if_enough()
+            args, kwargs = tuple(map(_listed, args)), {name: _listed(each) for name, each in kwargs.items()}
             given = [*args, *kwargs.values()]
-            event = self._add(what, _number(given[0] if given else None))
             weights = {id(p) for p in self._parameters().values()}
-            event.of_weights = what is What.GRAD and any(id(t) in weights for t in _tensors(given[1:2]))
+            of_weights = what is What.GRAD and any(id(t) in weights for t in _tensors(given[1:2]))
+            if what is What.BACKWARD or of_weights:
+                self._add(what, _number(given[0] if given else None))
             with self.inside():
                 return original(*args, **kwargs)
 
@@ -368,6 +374,12 @@ def _number(roots: Any) -> float:
     if not each or any(not isinstance(t, Tensor) or t.dim() or t.is_complex() for t in each):
         return math.nan
     return float(sum(float(t.detach()) for t in each))
+
+
+def _listed(given: Any) -> Any:
+    """Returns a tuple in the place of an iterator or a view, such as ``model.parameters()``, which can be read once."""
+    is_one = isinstance(given, Tensor | Sequence | Mapping | str)
+    return tuple(given) if isinstance(given, Iterable) and not is_one else given
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:

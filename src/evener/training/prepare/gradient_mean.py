@@ -353,8 +353,8 @@ class MeanOfRanks:
             raise ConfigurationError(
                 f"torch.autograd.grad was asked for the gradient of {self._name(found[0][0])} by a number that went "
                 f"through no prepared loss, and found another one on each rank, of its own samples. {WAY_OUT}. For an "
-                "inner step take samples that all ranks have. To look at this rank's gradients alone, take them of a "
-                "copy of the model (copy.deepcopy)"
+                "inner step take samples that all ranks have, or, where each sample is a task (MAML), begin with the "
+                "p.clone() of each weight. To look at this rank's gradients alone, take them of copy.deepcopy(model)"
             )
 
     def check_none_put_off(self, parameters: Iterable[nn.Parameter]) -> None:
