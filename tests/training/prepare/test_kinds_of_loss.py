@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evener
-from evener.training.prepare.loss_arguments import Entries
+from evener.training.prepare.loss_arguments import Entries, SameForAll
 from evener.training.prepare.loss_kind import LossKind, way_of
 from tests.training.prepare.running import divided, with_settings
 
@@ -405,6 +405,15 @@ def test_a_function_of_sums_is_not_computed_from_the_rows_of_all() -> None:
     assert found[contrastive] is LossKind.WHOLE
     assert way_of(words, (outputs.detach().float(), y), {}) is LossKind.SUMS
     assert way_of(words, (outputs[:1], y[:1]), {}) is LossKind.SUMS
+
+
+@pytest.mark.parametrize("classes", [5, 12])
+def test_a_constant_with_as_many_rows_as_are_tried_is_not_cut(classes: int) -> None:
+    """Four rows are tried as twelve."""
+    outputs = torch.randn(4, classes, dtype=torch.float64).requires_grad_()
+    weights = SameForAll(torch.rand(classes, dtype=torch.float64))
+    targets = torch.randint(classes, (4,))
+    assert way_of(lambda o, y, w: F.cross_entropy(o, y, w), (outputs, targets, weights), {}) is LossKind.SUMS
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,8 @@ class _Try:
         index[self._rows :] = torch.randint(max(1, self._rows), (max(0, self._size - self._rows),))
         index = index[torch.randperm(self._size)]
         outputs = _outputs_of(unwrapped(given))
+        self._of_rows = set[int]()
+        """The ids of the leaves of the whole that are cut: another one may have as many rows by chance."""
         self._whole = map_leaves(lambda leaf: self._made(leaf, index, drawn, outputs), given)
         self._value, self._gradients, self._state, self._results = self._computed(self._whole, None)
         of_rows = [bool(each.isfinite().all()) for each in self._results]
@@ -165,12 +167,15 @@ class _Try:
         """Returns the rows of ``leaf``, or the entries, at ``index``, with values to try."""
         if isinstance(leaf, SameForAll):
             return leaf.map(self._plainly)
-        if isinstance(leaf, Entries):
-            return leaf.at(index.tolist()).map(lambda each: self._valued(each, id(each) in outputs, drawn))
         if not self._has_rows(leaf):
             return self._plainly(leaf)
-        rows = self._plainly(leaf)[index.to(leaf.device)]
-        return self._valued(rows, id(leaf) in outputs, drawn)
+        if isinstance(leaf, Entries):
+            made = leaf.at(index.tolist()).map(lambda each: self._valued(each, id(each) in outputs, drawn))
+        else:
+            rows = self._plainly(leaf)[index.to(leaf.device)]
+            made = self._valued(rows, id(leaf) in outputs, drawn)
+        self._of_rows.add(id(made))
+        return made
 
     def _plainly(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -184,17 +189,16 @@ class _Try:
             return leaf
         return (drawn_like(leaf) if drawn and leaf.dim() else leaf.clone()).requires_grad_()
 
-    def _has_rows(self, leaf: Any, rows: int | None = None) -> bool:
-        expected = self._rows if rows is None else rows
+    def _has_rows(self, leaf: Any) -> bool:
         of_rows = (isinstance(leaf, Tensor) and leaf.dim() > 0) or type(leaf) is Entries
-        return of_rows and len(leaf) == expected
+        return of_rows and len(leaf) == self._rows
 
     def _parts(self) -> list[Any]:
         cuts = slice(0, self._cut), slice(self._cut, self._size)
         return [map_leaves(partial(self._part, cut), self._whole) for cut in cuts]
 
     def _part(self, rows: slice, leaf: Any) -> Any:
-        if not self._has_rows(leaf, self._size):
+        if id(leaf) not in self._of_rows:
             return leaf
         if isinstance(leaf, Entries):
             return leaf.at(range(*rows.indices(len(leaf)))).map(_own_leaf)
