@@ -240,4 +240,6 @@ def test_two_options_write_into_files_of_their_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("link.json").symlink_to("plan.json")
-    assert f"{arguments[-4]} and {arguments[-2]} both name {Path(arguments[-1])}" in failed(capsys, *arguments)
+    assert f"{arguments[-4]} and {arguments[-2]} both name {Path(arguments[-1])}" in failed(
+        capsys, *arguments
+    )
