@@ -391,6 +391,23 @@ def test_no_gradient_is_lost_to_casts_of_an_earlier_pass(ranks: Any, settings: S
         assert found == pytest.approx(expected, rel=0.1, abs=0.02)
 
 
+def inferring_first(is_prepared: bool) -> Weights:
+    loop, told = loop_of(is_prepared), []
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        with torch.inference_mode():
+            told.append(float(loop.loss(loop.model(x), y)))
+        loop.backward(x, y)
+        loop.optimizer.step()
+    return found_of(loop, *told)
+
+
+def test_passes_in_inference_mode_leave_weights_that_train(ranks: Any) -> None:
+    expected = inferring_first(False)
+    for found in ranks(2).run(prepared, inferring_first, **ZERO3):
+        check(found, expected)
+
+
 # Experts
 
 

@@ -47,6 +47,7 @@ from evener.strategies.learner import Learner
 from evener.strategies.reducer import is_apart
 from evener.strategies.sharded.exchange_order import Gather, Scatter, Turns
 from evener.strategies.sharded.fsdp_needs import (
+    around_passes,
     check_layers,
     check_types,
     device_mesh,
@@ -248,8 +249,7 @@ class FsdpSum(PostBackwardSum):
             if name and any(True for _ in module.parameters()):
                 refuse = partial(self._refuse_before_model, name)
                 self._handles_at_first.append(module.register_forward_pre_hook(refuse))
-        self._handles.append(model.register_forward_pre_hook(self._begin, prepend=True))
-        self._handles.append(model.register_forward_hook(self._end))
+        self._handles += around_passes(model, self._begin, self._end)
 
     def _places(self, unit: nn.Module) -> Iterator[Place]:
         """Yields the place of each sharded parameter of a unit, without those of units inside it."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from evener.data.batch import map_leaves, named_leaves
 from evener.errors import TaskError
@@ -78,6 +79,29 @@ def _returned(_: nn.Module, __: Any, output: Any) -> Any:
 
 def _is_traced_view(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad and is_view(leaf)
+
+
+def around_passes(
+    model: nn.Module, begin: Callable[..., None], end: Callable[..., None]
+) -> tuple[RemovableHandle, ...]:
+    """Has ``begin`` and ``end`` called around forward passes of the whole model. Passes under ``torch.inference_mode``
+    run as under ``torch.no_grad``: memory that FSDP2 makes for weights in that mode serves no other pass."""
+    undo = ExitStack()
+
+    def leave_inference(*_: Any) -> None:
+        if torch.is_inference_mode_enabled():
+            undo.enter_context(torch.inference_mode(mode=False))
+            undo.enter_context(torch.no_grad())
+
+    def restore(*_: Any) -> None:
+        undo.close()
+
+    return (
+        model.register_forward_pre_hook(begin, prepend=True),
+        model.register_forward_pre_hook(leave_inference, prepend=True),
+        model.register_forward_hook(end),
+        model.register_forward_hook(restore, always_call=True),
+    )
 
 
 @contextmanager
