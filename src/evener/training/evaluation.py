@@ -365,7 +365,8 @@ def _check_rows(pieces: list[tuple[int, int, Tensor]]) -> None:
         if outputs.ndim == 0 or len(outputs) != size:
             raise ConfigurationError(
                 f"predict: the outputs for the {size} samples from {start} on are of shape {tuple(outputs.shape)}; "
-                "their dimension 0 must be the samples, so that they can be put in order"
+                "their dimension 0 must be the samples, so that they can be put in order. Let Task.forward leave out "
+                "what a model returns for a batch as a whole, in a task for prediction"
             )
         other = pieces[0][2]
         if outputs.shape[1:] != other.shape[1:]:
