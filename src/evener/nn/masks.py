@@ -63,6 +63,8 @@ def understood(mask: Tensor, shape: torch.Size, sequence: DividedSequence) -> tu
             f"queries and keys of this rank's {size} positions"
         )
     mask = mask.reshape([1] * (4 - mask.dim()) + [*mask.shape])
+    if mask.shape[2] > 1:
+        sequence.square_masks.add(size)
     row = mask[:, 0, -1] if mask.shape[2] else mask.new_zeros(mask.shape[0], size)
     kinds = _kinds_on_all_ranks(_kind(mask, row), mask.device, sequence)
     if _OTHER in kinds or {_PLAIN, _CAUSAL} <= kinds:

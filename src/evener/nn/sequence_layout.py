@@ -15,7 +15,7 @@ Lengths of chunks differ by at most 1. Chunks may be empty if the sequence is sh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -47,6 +47,8 @@ class DividedSequence:
         order: One of ``ORDERS``.
         method: How attention reaches the positions of other ranks, such as "ring" or "ulysses".
         dim: The dimension of the positions in inputs and targets.
+        square_masks: The sizes of the masks of queries and keys that attention was given. In longer sequences such a
+            mask may follow another rule.
     """
 
     group: ProcessGroup
@@ -54,6 +56,7 @@ class DividedSequence:
     order: str
     method: str
     dim: int
+    square_masks: set[int] = field(default_factory=set)
 
     @property
     def rank(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import evener
 from evener.core.task.task import Task
 from evener.errors import ConfigurationError, EvenerError, TaskError
+from evener.strategies.context import context
 from evener.strategies.context.context import ContextParallel
 from tests.strategies.sentences import (
     LONGEST,
@@ -61,6 +63,22 @@ class Convolving(nn.Conv1d):
 class ByHand(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return (x @ x.mT).softmax(-1) @ x
+
+
+class Windowed(nn.Module):
+    """Attention to the last ``window`` positions, by a mask."""
+
+    window = 10
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = evener.nn.positions(x.shape[1])
+        distance = place[:, None] - place
+        mask = (distance >= 0) & (distance < self.window)
+        return nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], mask)[:, 0]
+
+
+class Causal(Windowed):
+    window = 10**6
 
 
 class Fixed(nn.Module):
@@ -177,6 +195,14 @@ def attending_by_hand() -> Task:
     return mixing(ByHand)
 
 
+def windowed() -> Task:
+    return mixing(Windowed)
+
+
+def causal() -> Task:
+    return mixing(Causal)
+
+
 def fixed() -> Task:
     return mixing(Fixed)
 
@@ -232,6 +258,8 @@ DIFFERS = "does not compute from pieces of sequences what it computes from whole
         ("recurrent", {}, DIFFERS + ".*mix .Recurrent"),
         ("convolving", {}, DIFFERS + ".*mix .Convolving"),
         ("attending_by_hand", {}, DIFFERS),
+        ("windowed", {"trial": 6, "order": "contiguous"}, DIFFERS + f".*on {LONGEST} positions"),
+        ("windowed", {"trial": 6}, "a mask that is neither causal nor hides keys"),
         ("gated", {}, DIFFERS),
         ("in_training", {}, DIFFERS + ".*in training mode"),
         ("shifting", {}, "the loss's total of whole sequences is .*shifts targets"),
@@ -251,6 +279,25 @@ def test_what_cannot_be_divided_is_refused(
     for kind, message in ranks(2).run(refused, name, strategy=ContextParallel(**options)):
         assert issubclass(kind, TaskError | ConfigurationError), message
         assert re.search(words, message), message
+
+
+def causal_beyond_the_longest_trial() -> tuple[list[float], list[str]]:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        warnings.catch_warnings(record=True, action="always") as told,
+    ):
+        patch.setattr(context, "_LONGEST", 7)
+        found = trajectory("causal", module=__name__, strategy=ContextParallel(trial=6))
+    return found.losses, [str(each.message) for each in told]
+
+
+def test_masks_of_sequences_beyond_the_longest_trial_are_told(ranks: Any) -> None:
+    alone = trajectory("causal", module=__name__, strategy="single")
+    of_ranks = ranks(2).run(causal_beyond_the_longest_trial)
+    for losses, _ in of_ranks:
+        assert losses == pytest.approx(alone.losses, rel=1e-12)
+    assert [len(told) for _, told in of_ranks] == [1, 0]
+    assert f"tried on 7 positions of {LONGEST}" in of_ranks[0][1][0]
 
 
 def test_a_trial_leaves_no_trace_of_what_training_counts_or_writes(ranks: Any) -> None:

@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from evener.components.microbatches import can_be_cut
 from evener.components.output_difference import alike
 from evener.core.types import Tree
 from evener.data.batch import MicroBatch, map_leaves, map_named
@@ -48,6 +50,8 @@ from evener.strategies.synchronizer import Synchronizer
 
 AXIS = "context"
 """Mesh axis over which positions are divided."""
+_LONGEST = 4096
+"""Positions on which a model that gives masks to attention is tried at most, with one sample."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ class ContextParallel(Strategy):
     output_dim: int | None = None
     """Dimension of the positions in outputs. None finds it by its size if that is possible."""
     trial: int = 128
-    """Number of positions of the first batch on which pieces and whole sequences are compared; 0 skips the trial."""
+    """Number of positions of the first batch on which pieces and whole sequences are compared; 0 skips the trial. If
+    attention is given masks, one sample is tried besides, on up to 4,096 positions."""
 
     def __post_init__(self) -> None:
         for name, known in (("method", tuple(METHODS)), ("order", ORDERS)):
@@ -232,7 +237,24 @@ class SequencePieces(BatchSlicer):
         if self._tried >= {mode} or not options.trial:
             return
         self._tried |= {mode, False}
-        length, ranks = min(options.trial, self._length_of_inputs(micro)), self._group.size()
+        length = self._length_of_inputs(micro)
+        short = min(options.trial, length)
+        if self._tried_on(micro, short) and short < length:
+            # A window or a document that is longer than the trial, and than a piece, looks like a causal mask in both.
+            first = micro.rows(0, 1) if can_be_cut(micro) else micro
+            most = max(_LONGEST, options.trial)
+            self._tried_on(first, min(most, length))
+            if most < length and self._group.rank() == 0:
+                warnings.warn(
+                    f"strategy 'context': attention is given masks, which were tried on {most} positions of {length}. "
+                    "A sliding window or documents that are longer than this would be taken for a causal mask: set "
+                    f"the option trial={length} if there are any",
+                    stacklevel=2,
+                )
+
+    def _tried_on(self, micro: MicroBatch, length: int) -> bool:
+        """Tries the model on the first positions. Returns True, on all ranks, if attention was given square masks."""
+        options, mode, ranks = self._options, self._learner.model.training, self._group.size()
         if length > ranks and length % ranks == 0:
             length -= 1  # unequal pieces: no other dimension can be mistaken for the positions
         inputs = self._cutting.part(micro.inputs, "inputs", lambda leaf: leaf.narrow(options.dim, 0, length))
@@ -240,11 +262,12 @@ class SequencePieces(BatchSlicer):
             micro.targets, "targets", lambda leaf: leaf.narrow(options.dim, 0, length)
         )
         there = self._at_model(dataclasses.replace(micro, inputs=inputs, targets=targets))
-        short = dataclasses.replace(there, targets=None)
-        piece = self._with_inputs(short, self._sequence(length))
+        short, sequence = dataclasses.replace(there, targets=None), self._sequence(length)
+        piece = self._with_inputs(short, sequence)
         outputs = check_likeness(self._learner, short, piece, lambda outputs: self.whole(outputs, piece))
         if mode and targets is not None and outputs is not None:
-            self._check_total(outputs, there.targets, piece.sequence)
+            self._check_total(outputs, there.targets, sequence)
+        return any(self._learner.session.control.gather_objects(bool(sequence.square_masks)))
 
     def _at_model(self, micro: MicroBatch) -> MicroBatch:
         """Returns the micro-batch on the model's device, in the run's types. The copy of a batch that stays in the
