@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 from multiprocessing.util import get_temp_dir
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from evener.components.determinism import fixed_threads
 from evener.distributed.launch.launch import launch
+from evener.distributed.launch.worker import BOOTSTRAP
 from evener.distributed.session import RUN_DIR, Session
 from evener.errors import ConfigurationError, InterruptedRunError, RankError, RankTimeoutError
 from tests.distributed.processes import await_death, await_files, call, end, run, start_script
@@ -168,6 +170,12 @@ def test_the_limit_of_the_launcher_holds_where_a_session_has_none_of_its_own() -
         return limits
 
     assert call(launch, work, processes=2, device="cpu", timeout_seconds=60) == [[60, 60, 45, 45]] * 2
+
+
+def test_a_rank_whose_launcher_was_stopped_while_it_started_ranks_ends_without_a_word(tmp_path: Path) -> None:
+    gone = [sys.executable, "-c", BOOTSTRAP, str(tmp_path / "gone")]
+    found = subprocess.run(gone, capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout, found.stderr) == (1, "", "")
 
 
 def test_what_cannot_be_sent_or_started_is_refused() -> None:
