@@ -110,3 +110,18 @@ def test_the_users_function_gets_the_items_and_must_return_a_pair() -> None:
     )
     with pytest.raises(DataError, match=r"made a float of samples 0, 1, 2 of the training set"):
         collate_with(lambda items: 1.0, [1, 2, 3], [0, 1, 2], "training set")
+
+
+def test_a_full_shared_memory_is_not_taken_for_items_that_do_not_stack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: Any) -> None:
+        raise RuntimeError(
+            "unable to allocate shared memory(shm) for file </torch_1_2>: No space left on device (28)"
+        )
+
+    monkeypatch.setattr("evener.data.collate._stack", full)
+    with pytest.raises(
+        DataError, match=r"samples 4, 5 of the training set found no room in /dev/shm.*--shm-size"
+    ):
+        collate_pairs([(torch.zeros(2), 0)] * 2, [4, 5], "training set")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import socket
 from collections.abc import Callable
@@ -174,3 +175,22 @@ def test_a_failure_survives_the_agents_error_file(tmp_path: Path, monkeypatch: p
 def test_an_error_file_of_another_writer_is_not_read_as_ours() -> None:
     assert recorded_failure({"message": "<NONE>"}) is None
     assert recorded_failure({"message": {"message": "x", "extraInfo": {"timestamp": "1"}}}) is None
+
+
+def test_a_failure_that_the_launcher_cannot_be_told_is_said_on_the_spot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
+    assert record_failure(raised(ShareError("shares are 0.5, 0.6")), 1).exit_status == ShareError.exit_status
+    told = capsys.readouterr().err
+    assert "evener: rank 1: shares are 0.5, 0.6\nthe launcher's directory cannot be written" in told
+    assert "TMPDIR names another place" in told
+
+
+def test_a_full_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = raised(OSError(errno.ENOSPC, "No space left on device"))
+    assert "make room on the device" in str(failure_of(error, 0).to_error())
+    monkeypatch.setattr(
+        "evener.distributed.failure._SEMAPHORES", Path(__file__).name
+    )  # the error names no file
+    assert "No space left on device: /dev/shm, where workers" in str(failure_of(error, 0).to_error())

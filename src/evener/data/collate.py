@@ -47,6 +47,11 @@ def collate_pairs(items: list[Any], samples: Sequence[int], name: str) -> tuple[
     try:
         return _stack(inputs), _stack(targets)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        if "shared memory" in str(error):  # workers stack into it, for the main process
+            raise DataError(
+                f"a batch of samples {preview(samples)} of the {name} found no room in /dev/shm, through which workers "
+                f"pass batches: {error}; make it larger (docker run --shm-size=8g, or --ipc=host), or use fewer workers"
+            ) from error
         raise DataError(
             f"samples {preview(samples)} of the {name} do not stack into one batch: {error}; "
             "let all items have one shape, or give the task a collate function (one that pads, say)"

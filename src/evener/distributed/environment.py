@@ -276,7 +276,8 @@ def _number(variables: Mapping[str, str], name: str, default: int | None = None)
     try:
         return int(text or "")
     except ValueError:
+        found = "not set" if text is None else f"{text!r}, not a number"
         raise ConfigurationError(
-            f"the environment variable {name} is {text!r}, not a number; "
-            "torchrun sets RANK and WORLD_SIZE together, SLURM sets SLURM_PROCID and SLURM_NTASKS"
+            f"the environment variable {name} is {found}; torchrun sets RANK and WORLD_SIZE together, SLURM sets "
+            "SLURM_PROCID and SLURM_NTASKS: unset them to run as one process, or start all ranks with one launcher"
         ) from None

@@ -24,7 +24,8 @@ from typing import Any
 import cloudpickle
 
 from evener.core.os_errors import is_shortage, os_error_message
-from evener.core.text import said, shortened, trace_of
+from evener.core.stdio import to_stderr
+from evener.core.text import printable, said, shortened, trace_of
 from evener.distributed.file_descriptors import release, shortage_message
 from evener.errors import (
     ConfigurationError,
@@ -47,6 +48,8 @@ _BETWEEN_RANKS = (str(Path(__file__).parents[1]), os.path.join("torch", "distrib
 """Parts of the paths of files that connect ranks: Evener's own, and PyTorch's."""
 _LONGEST_PICKLE = 100_000
 """Most characters of a pickled error. A larger error is passed on as text only."""
+_SEMAPHORES = os.path.join("multiprocessing", "synchronize.py")
+_SHM_CURE = "make it larger (docker run --shm-size=8g, or --ipc=host), or use no workers"
 _TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 
 
@@ -188,8 +191,12 @@ def record_failure(error: BaseException, rank: int) -> Failure:
         }
         document = {"message": {"message": failure.message, "extraInfo": extra}}
         partial = Path(f"{path}.{os.getpid()}")
-        partial.write_text(json.dumps(document))
-        partial.replace(path)
+        try:
+            partial.write_text(json.dumps(document))
+            partial.replace(path)
+        except OSError as unwritten:  # the launcher can only tell its status then
+            lacks = f"the launcher's directory cannot be written ({path}): {os_error_message(unwritten)}"
+            to_stderr(printable(f"evener: {failure.to_error()}\n{lacks}; TMPDIR names another place"))
     return failure
 
 
@@ -219,6 +226,10 @@ def _message(error: BaseException) -> str:
         trace = trace.tb_next
     code = trace.tb_frame.f_code if trace is not None else None
     where = f" (at {code.co_filename}:{trace.tb_lineno} in {code.co_name})" if code and trace else ""
+    if code and code.co_filename.endswith(_SEMAPHORES):  # the error names no file
+        return (
+            f"{error.strerror}: /dev/shm, where workers and queues have their semaphores; {_SHM_CURE}{where}"
+        )
     return f"{os_error_message(error)}{where}"
 
 
