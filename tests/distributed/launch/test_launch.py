@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -16,10 +17,17 @@ import torch
 import torch.distributed as dist
 
 from evener.components.determinism import fixed_threads
-from evener.distributed.launch.launch import launch
-from evener.distributed.launch.worker import BOOTSTRAP
+from evener.distributed.launch.launch import launch, run_job
+from evener.distributed.launch.process_count import Headcount
+from evener.distributed.launch.worker import BOOTSTRAP, RankCall
 from evener.distributed.session import RUN_DIR, Session
-from evener.errors import ConfigurationError, InterruptedRunError, RankError, RankTimeoutError
+from evener.errors import (
+    ConfigurationError,
+    InterruptedRunError,
+    RankError,
+    RankTimeoutError,
+    StorageError,
+)
 from tests.distributed.processes import await_death, await_files, call, end, run, start_script
 
 BLOCKED = """
@@ -176,6 +184,19 @@ def test_a_rank_whose_launcher_was_stopped_while_it_started_ranks_ends_without_a
     gone = [sys.executable, "-c", BOOTSTRAP, str(tmp_path / "gone")]
     found = subprocess.run(gone, capture_output=True, text=True, timeout=60)
     assert (found.returncode, found.stdout, found.stderr) == (1, "", "")
+
+
+def test_a_full_temporary_directory_is_not_taken_for_what_cannot_be_pickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(
+        StorageError, match="TMPDIR names, cannot be written: No space left on device; make room"
+    ):
+        run_job(RankCall(os.getpid, (), {}, 60), Headcount((2,)), None, tmp_path, sys.path)
 
 
 def test_what_cannot_be_sent_or_started_is_refused() -> None:

@@ -21,6 +21,7 @@ import cloudpickle
 from evener.core.config.process_range import one_number
 from evener.core.config.time_limit import TIMEOUT_SECONDS
 from evener.core.config.validation import at_least, positive_seconds
+from evener.core.os_errors import storage_errors
 from evener.distributed import loopback
 from evener.distributed.environment import (
     SHARED_CORES,
@@ -34,7 +35,7 @@ from evener.distributed.launch.agent import Agent
 from evener.distributed.launch.process_count import Headcount
 from evener.distributed.launch.rendezvous import Rendezvous
 from evener.distributed.launch.scratch_dir import scratch
-from evener.distributed.launch.worker import BOOTSTRAP, Job, RankCall, result_of
+from evener.distributed.launch.worker import BOOTSTRAP, UNWRITTEN, Job, RankCall, result_of
 from evener.distributed.recovery.replacement import ALLOWED
 from evener.distributed.session import RUN_DIR, threads_per_rank
 from evener.distributed.signals import GRACE_SECONDS
@@ -157,12 +158,14 @@ def run_job(
 
 def _write_job(job: Job, run_dir: Path) -> None:
     try:
-        (run_dir / "job").write_bytes(cloudpickle.dumps(job))
+        sent = cloudpickle.dumps(job)
     except Exception as error:
         raise ConfigurationError(
             f"the function or one of its arguments cannot be sent to other processes: {error}; "
             "open files, locks, loaders and the like on the ranks instead"
         ) from error
+    with storage_errors(UNWRITTEN):
+        (run_dir / "job").write_bytes(sent)
 
 
 def _variables(run_dir: Path, processes: int, met: Rendezvous) -> Mapping[str, str]:

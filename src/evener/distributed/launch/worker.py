@@ -21,6 +21,7 @@ from typing import Any
 
 import cloudpickle
 
+from evener.core.os_errors import storage_errors
 from evener.core.stacks import record_crash
 from evener.core.stdio import guard
 from evener.distributed.environment import detect
@@ -44,6 +45,8 @@ BOOTSTRAP = (
 during the imports ends it without a traceback, and so does the end of a launcher that was stopped while it started
 ranks. Nothing is collected before the rank has its job: see
 :mod:`evener.core.collector`."""
+
+UNWRITTEN = "the launcher's directory among the temporary files, which TMPDIR names, cannot be written"
 
 
 class Job(ABC):
@@ -182,12 +185,14 @@ def _record_interruption(number: int) -> None:
 
 def _write_result(path: Path, result: Any) -> None:
     try:
-        path.write_bytes(cloudpickle.dumps(result))
+        sent = cloudpickle.dumps(result)
     except Exception as error:
         raise RankError(
             f"the result of a rank, a {type(result).__name__}, cannot be sent back: {error}; "
             "return what can be pickled"
         ) from error
+    with storage_errors(UNWRITTEN):
+        path.write_bytes(sent)
 
 
 def _leave(status: int, works_on: bool, is_rank: bool) -> None:
