@@ -91,7 +91,9 @@ def test_contradictions_are_refused_with_the_values_seen(change: dict[str, str],
 
 
 def test_half_of_torchruns_variables_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"WORLD_SIZE is not set; .*unset them to run as one process"):
+    with pytest.raises(
+        ConfigurationError, match=r"WORLD_SIZE is not set; .*unset them to run as one process"
+    ):
         detect({"RANK": "0"})
 
 
