@@ -52,6 +52,20 @@ def found_of(loop: Loop, *told: float) -> Weights:
     return loop.weights() | copy.deepcopy(moments) | {"told": torch.tensor(told)}
 
 
+def freezing_blocks(is_prepared: bool) -> Weights:
+    """One block, then the other, in one backward pass and in two; and all again."""
+    loop = loop_of(is_prepared)
+    for step, (x, y) in enumerate(loop.loader):
+        loop.model[3].requires_grad_(step not in (1, 2))
+        loop.model[4].requires_grad_(step not in (2, 3))
+        loop.optimizer.zero_grad()
+        loop.backward(x, y)
+        if step == 3:
+            loop.backward(x, y)
+        loop.optimizer.step()
+    return found_of(loop)
+
+
 def clipping(is_prepared: bool) -> Weights:
     one = nn.PReLU().double()  # of whose number one rank has nothing
     loop, told = Loop(is_prepared, adamw, nn.Sequential(*model(), one)), list[float]()
@@ -246,6 +260,7 @@ def by_attributes_of_parameters(is_prepared: bool) -> Weights:
 LOOPS = (
     *(
         by_attributes_of_parameters,
+        freezing_blocks,
         clipping,
         looking_at_gradients,
         with_a_scaler,

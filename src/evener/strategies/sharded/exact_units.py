@@ -32,6 +32,7 @@ from evener.strategies.exact_sums import add_block, check_kernels, exact_gradien
 from evener.strategies.learner import Learner
 from evener.strategies.sharded.exchange_order import Scatter
 from evener.strategies.sharded.fsdp import AXIS, Fsdp, FsdpSum
+from evener.strategies.sharded.units import divided_places
 
 
 class ExactScatter(Scatter):
@@ -114,7 +115,7 @@ class ExactFsdpSum(FsdpSum):
     def _sizes_in(self, unit: Any) -> Iterator[tuple[str, int]]:
         """Yields the trained parameters of a unit, each with the elements of its rows on one rank."""
         degree = self._learner.mesh.degree(AXIS)
-        for held, key, name in self._places(unit):
+        for held, key, name in divided_places(unit, self._learner.names):
             rows, *rest = held[key].shape
             if held[key].requires_grad:
                 yield name, -(-rows // degree) * math.prod(rest)

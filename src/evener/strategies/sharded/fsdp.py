@@ -56,7 +56,14 @@ from evener.strategies.sharded.fsdp_needs import (
 )
 from evener.strategies.sharded.ownership import chunks
 from evener.strategies.sharded.sharded_reads import reads_explained
-from evener.strategies.sharded.units import fills_unused, is_unit, nbytes_of_units, units_of
+from evener.strategies.sharded.units import (
+    Place,
+    divided_places,
+    fills_unused,
+    is_unit,
+    nbytes_of_units,
+    units_of,
+)
 from evener.strategies.sharded.write_check import refuse_writes
 from evener.strategies.single import NoSync
 from evener.strategies.steppers.plain import Plain
@@ -183,10 +190,6 @@ def _to_host(model: nn.Module, device: torch.device) -> None:
                 parameter.data = parameter.data.to(device)
 
 
-Place = tuple[dict[str, Any], str, str]
-"""Place of a parameter: the module's parameter dictionary, the key in it, and the parameter's name in the model."""
-
-
 def _whole(places: Sequence[Place]) -> Iterator[tuple[str, Tensor]]:
     return ((name, held[key]) for held, key, name in places)
 
@@ -210,6 +213,8 @@ class FsdpSum(PostBackwardSum):
         self._units: dict[str, Any] = {n: m for n, m in learner.model.named_modules() if is_unit(m)}
         self._turns = Turns([name or "the model" for name in self._units], together)
         self._used: set[str] = set()
+        self._owned: list[list[nn.Parameter]] = []
+        """This rank's part of the parameters of each unit."""
         self._gathered: dict[str, set[Tensor]] = {name: set() for name in self._units}
         self._given: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in self._units}
         self._sound: list[Readout] = []
@@ -240,7 +245,8 @@ class FsdpSum(PostBackwardSum):
 
     def _watch(self, model: nn.Module) -> None:
         for name, unit in self._units.items():
-            places = list(self._places(unit))
+            places = list(divided_places(unit, self._learner.names))
+            self._owned.append([held[key] for held, key, _ in places])
             self._handles.append(unit.register_forward_pre_hook(partial(self._note_uses, name, places)))
             self._handles += refuse_writes(unit, partial(_whole, places), self._learner.name)
             if not fills_unused(unit):
@@ -250,16 +256,6 @@ class FsdpSum(PostBackwardSum):
                 refuse = partial(self._refuse_before_model, name)
                 self._handles_at_first.append(module.register_forward_pre_hook(refuse))
         self._handles += around_passes(model, self._begin, self._end)
-
-    def _places(self, unit: nn.Module) -> Iterator[Place]:
-        """Yields the place of each sharded parameter of a unit, without those of units inside it."""
-        for child in unit.children():
-            if not is_unit(child):
-                yield from self._places(child)
-        held = own_parameters(unit)
-        for key, parameter in held.items():
-            if parameter is not None and is_divided(parameter):
-                yield held, key, self._learner.names[parameter]
 
     # Hooks
 
@@ -273,7 +269,8 @@ class FsdpSum(PostBackwardSum):
             self._forwards += 1
         else:
             self.free_gathered()
-        self._turns.start(f"backward of {self._forwards} forward passes")
+        trained = [any(each.requires_grad for each in owned) for owned in self._owned]
+        self._turns.start(f"backward of {self._forwards} forward passes, training {trained}")
 
     def _refuse_before_model(self, name: str, *_: Any) -> None:
         raise TaskError(

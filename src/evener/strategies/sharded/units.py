@@ -24,10 +24,16 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
 
+from evener.components.sharded_tensor.local import is_divided
 from evener.errors import ConfigurationError, TaskError
+from evener.torch_internals.modules import own_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+
+Place = tuple[dict[str, Any], str, str]
+"""Place of a parameter: the module's parameter dictionary, the key in it, and the parameter's name in the model."""
 
 
 def is_unit(module: nn.Module) -> TypeGuard[Any]:
@@ -37,6 +43,21 @@ def is_unit(module: nn.Module) -> TypeGuard[Any]:
     """
     unit = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return unit is not None and isinstance(module, unit)
+
+
+def divided_places(unit: nn.Module, names: Mapping[nn.Parameter, str]) -> Iterator[Place]:
+    """Yields the place of each sharded parameter of a unit, without those of units inside it.
+
+    Args:
+        names: The names of the parameters.
+    """
+    for child in unit.children():
+        if not is_unit(child):
+            yield from divided_places(child, names)
+    held = own_parameters(unit)
+    for key, parameter in held.items():
+        if parameter is not None and is_divided(parameter):
+            yield held, key, names[parameter]
 
 
 def units_of(model: nn.Module, wrap: str | None) -> dict[str, nn.Module]:
