@@ -425,6 +425,8 @@ def test_measured_machines_on_a_measured_network(place: Place) -> None:
         ("card = 'quux'", ".card = 'quux': .* the catalogue has V100 PCIe 16GB, .*, MI300X"),
         ("card = 4", ".card = 4 must be a text"),
         ("card = 'T4'\ncount = 0", ".count = 0 must be at least 1"),
+        ("card = 'T4'\ncount = 1000000000000", ".count = 1000000000000 must be at most 1048576"),
+        ("card = 'T4'\ncards_per_machine = 9999999", ".cards_per_machine = 9999999 must be at most"),
         ("card = 'T4'\ncount = true", ".count = True must be a whole number"),
         ("card = 'T4'\ncards_per_machine = -8", ".cards_per_machine = -8 must be at least 1"),
         ("card = 'T4'\nprice_per_hour = -1.5", ".price_per_hour = -1.5 must be at least 0"),
@@ -438,6 +440,11 @@ def test_measured_machines_on_a_measured_network(place: Place) -> None:
 def test_a_machine_that_is_refused(keys: str, said: str, place: Place) -> None:
     with pytest.raises(ConfigurationError, match=rf"cluster.toml: machines\[0\]{said}"):
         place.machine(keys.replace("'", '"'))
+
+
+def test_more_cards_than_a_cluster_has_are_refused(place: Place) -> None:
+    with pytest.raises(ConfigurationError, match="machines have more than 1048576 cards together"):
+        place.machine('card = "T4"\ncards_per_machine = 1025\ncount = 1024')
 
 
 @pytest.mark.parametrize(

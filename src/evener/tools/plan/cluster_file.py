@@ -81,6 +81,8 @@ def read_cluster(path: Path) -> Cluster:
     entries = table.value("machines", list) or table.refuse("machines", "is missing: write [[machines]]")
     tables = [_Table(path, f"machines[{n}].", entry, _MACHINE_KEYS) for n, entry in enumerate(entries)]
     machines = tuple(machine for each in tables for machine in _machines(each))
+    if sum(len(each.cards) for each in machines) > _MOST:
+        table.refuse("machines", f"have more than {_MOST} cards together")
     between = _link(table, "between")
     if between is None and len(machines) > 1:
         table.refuse("between", f'is missing: {len(machines)} machines need a link, such as "100 Gbit/s"')
@@ -99,6 +101,10 @@ def _failures(table: _Table) -> FailureRates:
         "spread": given.number("spread", float, 0),
     }
     return FailureRates(**{name: value for name, value in found.items() if value is not None})
+
+
+_MOST = 2**20
+"""Largest number of machines, of cards and of cores: more are no cluster, and would fill this machine's memory."""
 
 
 class _Table:
@@ -124,8 +130,10 @@ class _Table:
         return found
 
     def number(self, key: str, kind: type[N], least: int) -> N | None:
-        """Returns a number; None if the file does not have it."""
+        """Returns a number; None if the file does not have it. Whole numbers count machines, cards and cores."""
         found = self.value(key, kind)
+        if kind is int and found is not None and found > _MOST:
+            self.refuse(key, f"= {found} must be at most {_MOST}")
         if found is not None and not least <= found < math.inf:
             self.refuse(key, f"= {found} must be at least {least}")
         return found
