@@ -188,6 +188,24 @@ def test_a_mean_times_the_samples_of_one_rank_is_told(ranks: Any) -> None:
         assert any("multiplied by" in each and "evener.batch_size()" in each for each in said), said
 
 
+def by_numbers_in_the_code(balance: str) -> list[str]:
+    """Each rank has three samples, which is the number of neither line."""
+    with with_settings(balance=balance), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        given = nn.MSELoss(), nn.MSELoss(reduction="sum"), DataLoader(data(), batch_size=6, drop_last=True)
+        loss, total, loader, model = evener.prepare(*given, Model().double())
+        for x, _, weight in loader:
+            outputs = model(x).mean((1, 2))
+            mean, added = loss(outputs, weight), total(outputs, weight)
+            value = mean + 3 * mean + added / 3 + mean.mul(2) + added * (1 / 3)
+            value.backward()
+        return [str(each.message) for each in caught]
+
+
+def test_a_number_that_stands_in_the_code_is_no_number_of_samples(ranks: Any) -> None:
+    assert ranks(2).run(by_numbers_in_the_code, "equal") == [[], []]
+
+
 @pytest.mark.parametrize("function", [words, contrastive], ids=placeless)
 def test_a_loss_that_is_not_finite_ends_the_loop_alone_too(function: Any) -> None:
     with with_settings():

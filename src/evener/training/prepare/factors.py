@@ -40,6 +40,24 @@ def factors_at(frame: FrameType, dim: int = 0) -> list[tuple[Operation, int]]:
     return found
 
 
+def is_by_literal(frame: FrameType) -> bool:
+    """Returns True if the frame is at a product or quotient by a number that stands in the code, as in ``6 * loss``."""
+    operator = _node_at(frame.f_code, frame.f_lasti)
+    return isinstance(operator, ast.BinOp) and any(
+        isinstance(operand, ast.Constant) for operand in (operator.left, operator.right)
+    )
+
+
+@lru_cache(maxsize=256)
+def _node_at(code: CodeType, instruction: int) -> ast.AST | None:
+    """Returns the node of an instruction; None if the source is not at hand."""
+    with suppress(Exception):
+        position: Position = next(islice(code.co_positions(), instruction // 2, None))
+        tree = ast.parse("".join(linecache.getlines(code.co_filename)))
+        return None if None in position else next(iter(_chain_to(tree, position)), None)
+    return None
+
+
 @lru_cache(maxsize=256)
 def _operands(code: CodeType, instruction: int, dim: int) -> list[tuple[Operation, ast.expr]]:
     """Returns what a call's result is multiplied or divided by; nothing if the source is not at hand."""

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from evener.errors import LossError
-from evener.training.prepare.factors import factors_at
+from evener.training.prepare.factors import factors_at, is_by_literal
 from evener.training.prepare.late_checks import LateChecks, Number
 
 _SUM = (
@@ -79,15 +79,17 @@ class GlobalLossValue(Tensor):
         if any(not issubclass(kind, GlobalLossValue) and kind is not Tensor for kind in types):
             return NotImplemented  # leaves the call to another tensor subclass
         if name in ("div", "true_divide", "div_", "divide", "mul", "mul_", "multiply"):
-            whole.look_at(name, [part for part in args if part is not whole])
+            others = [part for part in args if part is not whole]
+            whole.look_at(name, others, inspect.currentframe())
         elif name in ("item", "__float__"):
             whole.look_at_line(inspect.currentframe())
         made = func(*_plain(args), **_plain(kwargs or {}))
         stays = name in _STAYS and isinstance(made, Tensor) and not made.dim()
         return whole_of(made, whole.confused, whole.is_sum) if stays else made
 
-    def look_at(self, name: str, others: list[Any]) -> None:
-        """Checks a division or multiplication by ``others``.
+    def look_at(self, name: str, others: list[Any], frame: FrameType | None) -> None:
+        """Checks a division or multiplication by ``others`` in the line that calls ``frame``. A number that stands in
+        the code counts nothing, though it may be equal by chance.
 
         Raises:
             LossError: If a sum over all ranks is divided by a number of this rank.
@@ -98,7 +100,8 @@ class GlobalLossValue(Tensor):
         if self.is_sum == name.startswith("mul"):
             return
         number = _number(others, self.confused.later)
-        if number is None:
+        line = frame.f_back if frame is not None and number in self.confused.own else None
+        if number is None or (line is not None and is_by_literal(line)):
             return
         is_sum, rank, where = self.is_sum, self.confused.rank, self.confused.later.where
 
