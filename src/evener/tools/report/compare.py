@@ -88,6 +88,7 @@ class Comparison:
         step = self.step_seconds
         verdict = "slower" if step.change > 0 else "faster"
         verdict = verdict if step.is_clear else f"{verdict}, which may be chance"
+        verdict = verdict if step.change else "as fast"
         lines = [
             f"{self.new} beside {self.old}: a step takes {_ms(step.new)} instead of {_ms(step.old)}, "
             f"{step.change:+.1%} ({step.low or 0:+.1%} to {step.high or 0:+.1%}): {verdict}",
