@@ -51,7 +51,7 @@ from evener.strategies.synchronizer import Synchronizer
 AXIS = "context"
 """Mesh axis over which positions are divided."""
 _LONGEST = 4096
-"""Positions on which a model that gives masks to attention is tried at most, with one sample."""
+"""Positions on which a model that gives masks to attention is tried at most, with two samples."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ContextParallel(Strategy):
     """Dimension of the positions in outputs. None finds it by its size if that is possible."""
     trial: int = 128
     """Number of positions of the first batch on which pieces and whole sequences are compared; 0 skips the trial. If
-    attention is given masks, one sample is tried besides, on up to 4,096 positions."""
+    attention is given masks, two samples are tried besides, on up to 4,096 positions."""
 
     def __post_init__(self) -> None:
         for name, known in (("method", tuple(METHODS)), ("order", ORDERS)):
@@ -241,7 +241,7 @@ class SequencePieces(BatchSlicer):
         short = min(options.trial, length)
         if self._tried_on(micro, short) and short < length:
             # A window or a document that is longer than the trial, and than a piece, looks like a causal mask in both.
-            first = micro.rows(0, 1) if can_be_cut(micro) else micro
+            first = micro.rows(0, min(2, len(micro.samples))) if can_be_cut(micro) else micro
             most = max(_LONGEST, options.trial)
             self._tried_on(first, min(most, length))
             if most < length and self._group.rank() == 0:
