@@ -112,9 +112,8 @@ def few_digits() -> Task:
     )
 
 
-train = partial(
-    fit, few_digits, device="cpu", dtype="float64", save_every="4steps", save_mode="blocking", show=False
-)
+train = partial(fit, few_digits, device="cpu", dtype="float64", show=False)
+saving = partial(train, save_every="4steps", save_mode="blocking")
 
 
 def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -128,7 +127,7 @@ def test_two_ranks_go_on_with_what_three_began(
 ) -> None:
     whole = ranks(3).run(train)[0]
     capfd.readouterr()
-    trained = call(train, processes="2:3", run_dir=tmp_path / "run", observers=[DyingJournal(tmp_path)])
+    trained = call(saving, processes="2:3", run_dir=tmp_path / "run", observers=[DyingJournal(tmp_path)])
     shown = capfd.readouterr().err
     assert "was killed by SIGKILL" in shown
     assert "restart 1 of 1, with 2 ranks" in shown
