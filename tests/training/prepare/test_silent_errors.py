@@ -343,6 +343,15 @@ def an_inner_step(_: bool) -> None:
         loop.loss(F.linear(x, weight - 0.1 * g)[:, :3], y).backward()
 
 
+def a_graph_of_gradients(_: bool) -> None:
+    loop = Loop(True)
+    for x, y in loop.loader:
+        loop.loss(loop.model(x), y).backward(create_graph=True)
+        found = [p.grad.clone() for p in loop.model.parameters()]
+        loop.optimizer.zero_grad()
+        sum(each.pow(2).sum() for each in found).backward()
+
+
 def a_parameter_of_no_model(_: bool) -> None:
     loop = Loop(True)
     warmth = torch.ones((), dtype=torch.float64, requires_grad=True)
@@ -465,6 +474,7 @@ def a_generator(_: bool) -> None:
         ),
         (a_batch_that_was_kept, "samples of a batch that is no longer at hand"),
         (an_inner_step, "torch.autograd.grad of a prepared loss was asked for a graph of its gradients"),
+        (a_graph_of_gradients, r"backward\(\) was asked for a graph of gradients .* evener.gather"),
         (
             a_parameter_of_no_model,
             "updated tensors of no prepared model with other gradients on rank 1 than on rank 0",

@@ -36,7 +36,12 @@ class Taker(Protocol):
         """
 
     def backward(
-        self, roots: Sequence[Tensor], given: Any, leaves: Sequence[Tensor], run: Callable[[float], None]
+        self,
+        roots: Sequence[Tensor],
+        given: Any,
+        leaves: Sequence[Tensor],
+        create_graph: bool,
+        run: Callable[[float], None],
     ) -> None:
         """Lets ``run`` go backward, with a factor for the roots' gradients, which are ``given``."""
 
@@ -59,18 +64,28 @@ def replaced(taker: Taker) -> Callable[[], None]:
     backward, grad = torch.autograd.backward, torch.autograd.grad
 
     @functools.wraps(backward)
-    def backward_of_all(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+    def backward_of_all(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         roots = several(tensors)
         leaves = taker.concerns(roots, False)
         if leaves is None:
-            return backward(tensors, grad_tensors, *args, **kwargs)
+            return backward(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
         older = kwargs.pop("grad_variables", None)  # torch's older name of the argument
         given = grad_tensors if grad_tensors is not None else older
         return taker.backward(
             roots,
             given,
             leaves,
-            lambda factor: backward(roots, _begun(roots, given, factor), *args, **kwargs),
+            create_graph,
+            lambda factor: backward(
+                roots, _begun(roots, given, factor), retain_graph, create_graph, *args, **kwargs
+            ),
         )
 
     @functools.wraps(grad)
@@ -170,6 +185,12 @@ _WITHIN_A_LOSS = (
     "rank's samples, and the mean over all samples: (found,) = torch.autograd.grad(outputs.sum(), inputs, "
     "create_graph=True), then evener.global_mean((found.flatten(1).norm(dim=1) - 1) ** 2)"
 )
+_GRAPH_OF_A_PART = (
+    "backward() was asked for a graph of gradients (create_graph=True), which would be of this rank's samples alone, "
+    "while the gradients are of all. For second derivatives (AdaHessian, a penalty on gradients of weights) every rank "
+    "takes them of all samples: x, y = evener.gather((x, y)), and of those torch.autograd.grad(loss, weights, "
+    "create_graph=True) of the plain loss function, in place of the prepared one"
+)
 
 
 class Passes:
@@ -189,12 +210,23 @@ class Passes:
         return None
 
     def backward(
-        self, roots: Sequence[Tensor], given: Any, leaves: Sequence[Tensor], run: Callable[[float], None]
+        self,
+        roots: Sequence[Tensor],
+        given: Any,
+        leaves: Sequence[Tensor],
+        create_graph: bool,
+        run: Callable[[float], None],
     ) -> None:
-        """Runs a backward pass, and sums the gradients over the ranks unless that is delayed."""
+        """Runs a backward pass, and sums the gradients over the ranks unless that is delayed.
+
+        Raises:
+            ConfigurationError: For a graph of gradients: it would be of this rank's part of the sum.
+        """
         self._place.look_for_changes()
         if any(map(is_divided, roots)):
             raise ConfigurationError(OF_WEIGHTS)
+        if create_graph and self._mean.ranks > 1:
+            raise ConfigurationError(_GRAPH_OF_A_PART)
         others = {leaf: leaf.grad for leaf in leaves if not self._mean.owns(leaf)}
         for leaf in others:
             leaf.grad = None
