@@ -71,10 +71,14 @@ class FaultRecord:
 
 
 def append_attempt(run_dir: Path, record: StartRecord | SaveRecord | FaultRecord) -> None:
-    """Appends a record to the file in a run directory. Does nothing if that cannot be done."""
+    """Appends a record to the file in a run directory. Does nothing if that cannot be done.
+
+    Only a start makes the file: when a save or a fault is told, another directory may be where the run's was.
+    """
     line = (dumps(as_json(record)) + "\n").encode()
     with suppress(OSError):
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+        flags |= os.O_CREAT if isinstance(record, StartRecord) else 0
         number = os.open(run_dir / ATTEMPTS, flags, 0o666)  # as the other files: the umask decides
         try:
             os.write(number, line)

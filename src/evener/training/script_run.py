@@ -86,6 +86,7 @@ class ScriptRun(DdpObserver):
             return
         with RunDirectory(self._run_dir, self._overwrite):
             (directory / DIRECTORY_NOTE).write_text(str(directory))
+            (directory / ATTEMPTS).touch()
             observers.insert(0, Records(self._run_dir, stops=False, replaces=self._overwrite))
             with (
                 super().following(directory),
@@ -230,7 +231,7 @@ class StepMerger:
         if self._run_dir is not None and noted.exists():
             with (self._run_dir / ATTEMPTS).open("ab") as file:
                 file.write(noted.read_bytes())
-            noted.unlink()
+            noted.write_bytes(b"")
 
     def _step(self, rows: Sequence[StepRow]) -> None:
         times = [row.step.times for row in rows]
