@@ -275,6 +275,23 @@ def test_a_run_may_go_on_without_records_and_says_so_once(tmp_path: Path) -> Non
     assert "2 records of this run are not in" in said[1]
 
 
+def test_a_run_does_not_go_on_in_the_directory_of_another(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    records = [Records(each, stops=False, say=list[str]().append) for each in (place, tmp_path / "other")]
+    for name, each in zip(("run", "other"), records, strict=True):
+        (tmp_path / name).mkdir()
+        each.start(RunStart("task", {}, 1, 4, 9, steps_done=0))
+    place.rename(tmp_path / "moved")
+    records[0].event(Note(0, "nothing is there"))
+    place.symlink_to(tmp_path / "other")
+    with pytest.raises(
+        StorageError, match=r"removed or moved while the run wrote it.*another run's directory"
+    ):
+        records[0].event(Note(1, "not mine"))
+    for each in records:
+        each.end(None)
+
+
 def test_the_history_is_not_lost_on_a_full_disk(tmp_path: Path) -> None:
     """A run that goes on writes the records that it keeps anew."""
     kept = "".join(f'{{"kind": "step", "step": {n}}}\n' for n in range(9))

@@ -254,7 +254,7 @@ class Records(Observer):
         run: Returns the identity of the run, and of those that it continues.
         is_evaluated: Returns False if the evaluation after the last step is still due, and will be done once more.
         stops: Whether a full disk, or a removed directory, ends the run. Otherwise it continues without the records
-            that cannot be written, and writes again as soon as that works.
+            that cannot be written, and writes again as soon as that works, unless another run's directory is there.
         say: Called once with a message about that.
 
     Raises:
@@ -275,7 +275,7 @@ class Records(Observer):
         self._path, self._goes_on, self._stops, self._say = path, goes_on, stops, say
         self._replaces, self._run, self._is_evaluated = replaces, run, is_evaluated
         self._file: RecordFile | None = None
-        self._lost = 0
+        self._mark, self._lost = mark_in(path), 0
 
     def start(self, run: RunStart) -> None:
         with storage_errors(f"no run can begin in {self._path}"):
@@ -289,6 +289,7 @@ class Records(Observer):
                 for trace in (self._path / PROFILE).glob("step-*/rank*.json.gz"):
                     trace.unlink(missing_ok=True)
             write_mark(self._path, {**self._run().as_plain(), "launch": launch_name()})
+            self._mark = mark_in(self._path)
             write_json(self._path / "config.json", run.settings)
             self._file = RecordFile(
                 self._path / RECORDS, run.steps_done if self._goes_on else 0, self._is_evaluated(), again
@@ -343,6 +344,8 @@ class Records(Observer):
             write()
         except OSError as error:
             said = f"the records cannot be written to {from_here(self._path)}: {os_error_message(error)}"
+            if mark_in(self._path) not in (None, self._mark):  # whose checkpoints saves would replace
+                raise StorageError(f"{said}, and another run's directory is there now") from error
             if self._stops or error.errno not in (*FULL, errno.ENOENT):
                 raise StorageError(f"{said}. To train on without them give --on-full-disk go-on") from error
             if not self._lost:
