@@ -101,6 +101,23 @@ def test_no_other_model_is_and_a_trial_changes_no_bit(ranks: Ranks, model: type[
     assert all(torch.equal(value, untried[name]) for name, value in tried.items())
 
 
+def trained_after_a_transform() -> list[str]:
+    with warnings.catch_warnings(record=True) as told, with_settings():
+        warnings.simplefilter("always")
+        torch.manual_seed(1)
+        made, loader = evener.prepare(
+            Centred(), DataLoader(TensorDataset(torch.randn(36, 6)), batch_size=12, shuffle=True)
+        )
+        for (x,) in loader:
+            torch.func.vmap(made)(torch.stack([x, 2 * x]))
+            made(x)
+    return of_samples(told)
+
+
+def test_a_model_is_tried_in_its_first_call_outside_of_transforms(ranks: Ranks) -> None:
+    check_told(*ranks(2).run(trained_after_a_transform))
+
+
 class Contrasting(Layers):
     """Computes its own loss, in which samples are compared."""
 

@@ -16,6 +16,7 @@ from evener.hardware.timers import waiting
 from evener.strategies.interfaces import ModelCall
 from evener.strategies.learner import Learner
 from evener.strategies.sample_trial import ModelRun, can_try, warn_if_mixed
+from evener.torch_internals.autograd import is_within_transform
 from evener.training.prepare.current_batch import CurrentBatch
 from evener.training.prepare.positions import call_model_as, try_first_call
 from evener.training.prepare.weak_hook import WeakHook
@@ -52,9 +53,9 @@ class FirstCalls:
 
     def try_samples(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before each call of a model until it was tried, which takes a call in training on a row for each
-        sample of the batch."""
+        sample of the batch, outside of transforms such as ``torch.func.vmap``: their tensors cannot be looked at."""
         handle = self._handles.get(model)
-        if handle is None or not self._current or not model.training:
+        if handle is None or not self._current or not model.training or is_within_transform():
             return
         batch, learner = self._current[-1], self._learner()
         given, samples = ModelCall(args, kwargs), batch.micro.samples
