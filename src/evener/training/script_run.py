@@ -30,7 +30,7 @@ from evener.core.text import counted, from_here, said
 from evener.distributed.ddp_profiler.rank_file import RankFileReader, StepRow, step_files
 from evener.distributed.ddp_profiler.report import DdpObserver, Observation, observations
 from evener.distributed.environment import usable_cores
-from evener.distributed.launch.fault_note import DIRECTORY_NOTE
+from evener.distributed.launch.fault_note import write_directory_note
 from evener.errors import ConfigurationError, InterruptedRunError
 from evener.training.reporting.loggers.prometheus import MetricsFile
 from evener.training.reporting.run_dir import Records, RunDirectory
@@ -85,7 +85,7 @@ class ScriptRun(DdpObserver):
                 yield
             return
         with RunDirectory(self._run_dir, self._overwrite):
-            (directory / DIRECTORY_NOTE).write_text(str(directory))
+            write_directory_note(directory, directory)
             (directory / ATTEMPTS).touch()
             observers.insert(0, Records(self._run_dir, stops=False, replaces=self._overwrite))
             with (

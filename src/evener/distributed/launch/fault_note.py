@@ -24,7 +24,12 @@ def note_directory(run_dir: Path) -> None:
     private = os.environ.get(RUN_DIR)
     if private is not None:
         with suppress(OSError):
-            (Path(private) / DIRECTORY_NOTE).write_text(str(run_dir))
+            write_directory_note(Path(private), run_dir)
+
+
+def write_directory_note(private: Path, run_dir: Path) -> None:
+    """Writes down where the run directory is, and its inode: another one may be there when the ranks end."""
+    (private / DIRECTORY_NOTE).write_text(f"{run_dir.stat().st_ino} {run_dir}")
 
 
 def note_fault(private: Path, failure: Failure, found: EvenerError | None = None) -> None:
@@ -38,7 +43,10 @@ def note_fault(private: Path, failure: Failure, found: EvenerError | None = None
     if failure.kind == "interrupted" and found is None:
         return
     with suppress(OSError, ValueError):
-        run_dir = Path((private / DIRECTORY_NOTE).read_text())
+        inode, _, place = (private / DIRECTORY_NOTE).read_text().partition(" ")
+        run_dir = Path(place)
+        if run_dir.stat().st_ino != int(inode):
+            return
         record = fault_record(found or failure.to_error())
         died = found is None and failure.kind in _DIED
         append_attempt(run_dir, FaultRecord("death", failure.rank, record.words) if died else record)
