@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from evener.distributed.watchdog import heartbeat
 from evener.distributed.watchdog.heartbeat import Heartbeat, MainThread, ThreadSample, in_short
 
 
@@ -26,6 +30,23 @@ def looking(main: MainThread, samples: list[ThreadSample], release: Callable[[],
     thread.start()
     yield
     thread.join()
+
+
+def test_nothing_is_collected_while_the_stack_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finalizer would let the main thread go on while its frames are read."""
+    collects: list[bool] = []
+
+    def outward(frame: FrameType | None) -> Iterator[FrameType]:
+        collects.append(gc.isenabled())
+        yield from original(frame)
+        collects.append(gc.isenabled())
+
+    original = heartbeat._outward
+    monkeypatch.setattr(heartbeat, "_outward", outward)
+    assert gc.isenabled()
+    MainThread().take_sample()
+    assert collects == [False, False]
+    assert gc.isenabled()
 
 
 def test_a_heartbeat_survives_the_wire() -> None:

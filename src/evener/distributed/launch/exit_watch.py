@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Collection
 from contextlib import suppress
 
+from evener.core.collector import collector_paused
 from evener.core.stacks import threads_of
 from evener.distributed.processes import cpu_seconds
 from evener.distributed.watchdog.heartbeat import Heartbeat, awaited_threads
@@ -97,12 +98,13 @@ def _leave(limit_seconds: float) -> None:
 
 def _own_threads() -> str:
     """Returns the stacks of the non-daemon threads, including the main thread."""
-    frames = sys._current_frames()
-    shown = [thread for thread in threading.enumerate() if not thread.daemon and thread.ident in frames]
-    return "\n".join(
-        f"  {thread.name}:\n" + "".join(traceback.format_stack(frames[thread.ident or 0])).rstrip()
-        for thread in shown
-    )
+    with collector_paused():  # as in `MainThread.take_sample`
+        frames = sys._current_frames()
+        shown = [thread for thread in threading.enumerate() if not thread.daemon and thread.ident in frames]
+        return "\n".join(
+            f"  {thread.name}:\n" + "".join(traceback.format_stack(frames[thread.ident or 0])).rstrip()
+            for thread in shown
+        )
 
 
 def _waits_for(threads: Collection[str]) -> str:

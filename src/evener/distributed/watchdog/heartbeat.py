@@ -21,6 +21,7 @@ from types import FrameType
 
 import torch
 
+from evener.core.collector import collector_paused
 from evener.files import PACKAGE
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -173,6 +174,16 @@ class MainThread:
         self._since = time.monotonic()
 
     def take_sample(self) -> ThreadSample:
+        """Returns where the main thread is.
+
+        Nothing is collected meanwhile. A finalizer of the user's, called while Python reads the frames of the other
+        thread, may let that go on. The frames are gone then, and what is written to them crashes the process, or the
+        two threads wait for each other (python/cpython#106883).
+        """
+        with collector_paused():
+            return self._take_sample()
+
+    def _take_sample(self) -> ThreadSample:
         frames = list(_outward(sys._current_frames().get(self._ident)))
         signature = tuple((id(frame), frame.f_lasti) for frame in frames)
         cpu_seconds, now = time.clock_gettime(self._clock), time.monotonic()
