@@ -48,7 +48,6 @@ from evener.training.run import Run, Trained
 from evener.training.state.remote_run import check_elsewhere, running_elsewhere
 
 P = ParamSpec("P")
-_SAVING = ("save_every", "keep", "keep_best", "save_mode")
 _PATHS = ("run_dir", "resume", "weights", "offload_to", "metrics_file")
 
 
@@ -98,8 +97,11 @@ def fit(
     resolve(task, BUILT_IN, options)
     config, home = resolved(config), as_path("run_home", run_home)
     home = None if home is None else home.absolute()
-    if config.run_dir is None and home is None:
-        _refuse_saving(config)
+    if config.keep_best is not None and config.run_dir is None and home is None:
+        raise ConfigurationError(
+            f"keep_best={config.keep_best!r} keeps a checkpoint in the run directory, and the run has none: name one "
+            "with run_dir"
+        )
     headcount = headcount_of(config, rendezvous) or Headcount((check_plan(config, rendezvous),))
     check_elsewhere(config)
     if (
@@ -125,17 +127,6 @@ def fit(
     trained: Trained | None = results[0]
     assert trained is not None
     return trained
-
-
-def _refuse_saving(config: RunConfig) -> None:
-    """Refuses settings of checkpoints in a run that has no directory for them, where they would do nothing."""
-    plain = RunConfig()
-    for name in _SAVING:
-        if (value := getattr(config, name)) != getattr(plain, name):
-            raise ConfigurationError(
-                f"{name}={value!r} is about checkpoints in the run directory, and the run has none: name one with "
-                "run_dir"
-            )
 
 
 def _refuse_taken(config: RunConfig) -> None:
