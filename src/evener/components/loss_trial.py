@@ -28,7 +28,7 @@ from evener.components.model_trial import attributes_kept, state_kept
 from evener.core.losses import Loss, Sum
 from evener.core.losses.torch_losses import TorchLoss
 from evener.core.types import Tree
-from evener.data.batch import MicroBatch, map_leaves
+from evener.data.batch import MicroBatch, map_leaves, tensors_in
 from evener.distributed import signals as interrupt
 from evener.errors import LossError
 from evener.hardware.generators import all_kept
@@ -228,20 +228,12 @@ def _is_untold() -> bool:
 
 def _close(outputs: Tree) -> float:
     """Returns the relative difference that counts as none in what is computed from these outputs."""
-    found = [_CLOSE]
-
-    def note_rounding(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            found.append(_ROUNDINGS * torch.finfo(leaf.dtype).eps)
-        return leaf
-
-    map_leaves(note_rounding, outputs)
-    return max(found)
+    types = {leaf.dtype for leaf in tensors_in(outputs) if leaf.is_floating_point()}
+    return max([_CLOSE, *(_ROUNDINGS * torch.finfo(dtype).eps for dtype in types)])
 
 
 def _devices(tree: Tree) -> set[torch.device]:
-    found: set[torch.device] = set()
-    map_leaves(lambda leaf: found.add(leaf.device) if isinstance(leaf, Tensor) else None, tree)
+    found = {leaf.device for leaf in tensors_in(tree)}
     return {device for device in found if device.type != "cpu"}
 
 

@@ -26,5 +26,5 @@ def unknown_by_error(error: Exception) -> UnknownMemoryError:
     return UnknownMemoryError(
         "memory cannot be known before the run: an estimate takes steps on tensors that have shapes and no values, "
         f"and they failed{place} with {type(error).__name__}: {str(error).rstrip('.')}. A custom operator tells "
-        "its shapes by its register_fake; else measure memory in a run"
+        "its shapes by register_fake; else measure memory in a run"
     )
