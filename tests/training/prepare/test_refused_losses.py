@@ -199,6 +199,8 @@ def by_numbers_in_the_code(balance: str) -> list[str]:
             mean, added = loss(outputs, weight), total(outputs, weight)
             value = mean + 3 * mean + added / 3 + mean.mul(2) + added * (1 / 3)
             value.backward()
+            total_of_batch = added.detach()
+            total_of_batch /= 3
         return [str(each.message) for each in caught]
 
 

@@ -42,38 +42,36 @@ def factors_at(frame: FrameType, dim: int = 0) -> list[tuple[Operation, int]]:
 
 def is_by_literal(frame: FrameType) -> bool:
     """Returns True if the frame is at a product or quotient by a number that stands in the code, as in ``6 * loss``."""
-    operator = _node_at(frame.f_code, frame.f_lasti)
-    return isinstance(operator, ast.BinOp) and any(
-        isinstance(operand, ast.Constant) for operand in (operator.left, operator.right)
-    )
-
-
-@lru_cache(maxsize=256)
-def _node_at(code: CodeType, instruction: int) -> ast.AST | None:
-    """Returns the node of an instruction; None if the source is not at hand."""
-    with suppress(Exception):
-        position: Position = next(islice(code.co_positions(), instruction // 2, None))
-        tree = ast.parse("".join(linecache.getlines(code.co_filename)))
-        return None if None in position else next(iter(_chain_to(tree, position)), None)
-    return None
+    match next(iter(_chain_at(frame.f_code, frame.f_lasti)), None):
+        case ast.BinOp(left=ast.Constant()) | ast.BinOp(right=ast.Constant()):
+            return True
+        case ast.AugAssign(value=ast.Constant()):
+            return True
+    return False
 
 
 @lru_cache(maxsize=256)
 def _operands(code: CodeType, instruction: int, dim: int) -> list[tuple[Operation, ast.expr]]:
     """Returns what a call's result is multiplied or divided by; nothing if the source is not at hand."""
+    chain = _chain_at(code, instruction)
+    if not chain:
+        return []
+    assigned = (node for node in ast.walk(chain[-1]) if isinstance(node, ast.Assign))
+    counts = {name for node in assigned for name in _counts_of(node, dim)}
+    return [
+        (operation, operand)
+        for operation, operand in _around(chain)
+        if not isinstance(operand, ast.Name) or operand.id in counts
+    ]
+
+
+@lru_cache(maxsize=256)
+def _chain_at(code: CodeType, instruction: int) -> list[ast.AST]:
+    """Returns the nodes from that of an instruction to the whole tree; none if the source is not at hand."""
     with suppress(Exception):
         position: Position = next(islice(code.co_positions(), instruction // 2, None))
-        lines = linecache.getlines(code.co_filename)
-        if None in position:
-            return []  # Python was told to forget columns
-        tree = ast.parse("".join(lines))
-        assigned = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
-        counts = {name for node in assigned for name in _counts_of(node, dim)}
-        return [
-            (operation, operand)
-            for operation, operand in _around(tree, position)
-            if not isinstance(operand, ast.Name) or operand.id in counts
-        ]
+        if None not in position:  # or Python was told to forget columns
+            return _chain_to(ast.parse("".join(linecache.getlines(code.co_filename))), position)
     return []
 
 
@@ -91,12 +89,11 @@ def _counts_of(node: ast.Assign, dim: int) -> Iterator[str]:
                     yield name.id
 
 
-def _around(tree: ast.AST, position: Position) -> list[tuple[Operation, ast.expr]]:
-    """Returns the operands of the products and quotients around the node at a position, from inside to outside.
+def _around(chain: list[ast.AST]) -> list[tuple[Operation, ast.expr]]:
+    """Returns the operands of the products and quotients around the first node of a chain, from inside to outside.
 
     A meter multiplies what it is given by the number beside it, as in ``meter.update(loss.item(), len(x))``.
     """
-    chain = _chain_to(tree, position)
     found: list[tuple[Operation, ast.expr]] = []
     for inner, outer in pairwise(chain):
         match outer:
