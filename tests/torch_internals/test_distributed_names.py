@@ -61,6 +61,20 @@ def test_a_group_is_made_under_a_given_name() -> None:
         assert names.groups_open() == before - 1
 
 
+def test_a_group_with_a_given_name_is_not_split_off_the_default_group(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL would wait for the ranks that are no members, which do not call it."""
+    asked: list[Any] = []
+    with borrowed("process_groups") as names:
+        group.bound_device_id = torch.device("cpu", 0)
+        monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", asked.append)
+        made = names.named_group("a_name", [0], "gloo", timedelta(seconds=10))
+        dist.destroy_process_group(made)
+        assert not asked
+        assert group.bound_device_id == torch.device("cpu", 0)
+
+
 @pytest.mark.usefixtures("group")
 def test_ddp_logs_its_buckets() -> None:
     with borrowed("ddp") as names:

@@ -5,7 +5,9 @@
   hosts can reach.
 - ``_new_process_group_helper``, ``_world`` and ``GroupName`` make a group with a given name, and count groups.
   ``dist.new_group`` chooses the name itself. If only the members of a group call it, that name depends on how many
-  groups each member has been in, so members may wait for each other under different names.
+  groups each member has been in, so members may wait for each other under different names. If the default group is
+  bound to a device (``bound_device_id``), torch splits the new NCCL communicator off its own, for which NCCL waits for
+  all ranks of the default group (pytorch/pytorch#129965), so that is put aside meanwhile.
 - Operators of ``torch.ops.c10d`` take a group as a boxed object, which ``ProcessGroup.unbox`` opens, and functional
   collectives take its name, which ``_resolve_process_group`` looks up.
 - ``FakeStore`` of ``torch.testing._internal`` belongs to the backend ``fake``, a group without other processes. Its
@@ -18,7 +20,8 @@ Tested with torch 2.11, 2.13, 2.15.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -54,18 +57,29 @@ def named_group(name: str, ranks: Sequence[int], backend: str, timeout: timedelt
     # If a fake backend is registered, torch finds no default among several backends, and warns about it.
     backends = {each.rpartition(":")[2] for each in backend.split(",")}
     made: dist.ProcessGroup
-    made, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        list(ranks),
-        dist.Backend(backends.pop() if len(backends) == 1 else backend),
-        default_store(),
-        _GroupName(name),
-        timeout=timeout,
-        group_desc="evener_collectives",
-    )
+    with _unbound(distributed_c10d._get_default_group()):
+        made, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            list(ranks),
+            dist.Backend(backends.pop() if len(backends) == 1 else backend),
+            default_store(),
+            _GroupName(name),
+            timeout=timeout,
+            group_desc="evener_collectives",
+        )
     _world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
+
+
+@contextmanager
+def _unbound(group: dist.ProcessGroup) -> Iterator[None]:
+    """Within the context, ``group`` is bound to no device, so that no communicator is split off its own."""
+    device, group.bound_device_id = group.bound_device_id, None
+    try:
+        yield
+    finally:
+        group.bound_device_id = device
 
 
 def groups_open() -> int:
