@@ -1,8 +1,11 @@
 """Point-to-point messages between the ranks of a pipeline. A send does not wait for its receiver.
 
 Messages from one rank to another keep their order: they are received in the order in which they were sent, and kept if
-they came too early. The two directions have a process group each. On a device one group is one queue, in which a send
-that waits for its receiver would hold up the messages of the other direction.
+they came too early.
+
+On a device a rank's messages in one process group are one queue, since NCCL takes each for a collective. There a send
+that waits for its receiver holds up all that comes after it. With two stages on each of three ranks, ``zero-bubble``
+would have all ranks wait for each other. So the messages of each neighbour and direction have a group of their own.
 """
 
 from __future__ import annotations
@@ -26,35 +29,52 @@ from evener.hardware.timers import waiting
 _PINGS = 8
 
 
+def lane_of(source: int, target: int, ranks: int) -> tuple[bool, int]:
+    """Returns the lane of the messages from one of ``ranks`` in a ring to a neighbour: no rank has messages of two
+    neighbours, or of both directions, in one lane.
+
+    A lane is a direction around the ring and a colour, by which the pairs of neighbours that share a rank differ: two
+    colours are enough for an even number of ranks, and three for an odd one.
+    """
+    ahead = target == (source + 1) % ranks
+    first = source if ahead else target
+    return ahead, 2 if ranks % 2 and first == ranks - 1 else first % 2
+
+
 class P2PChannel:
-    """Messages between the ranks along one axis of a mesh. These ranks must create it together."""
+    """Messages between neighbours in the ring of ranks along one axis of a mesh. These ranks must create it
+    together."""
 
     def __init__(self, mesh: Mesh, axis: str, device: torch.device) -> None:
-        self._index, self._device = mesh.index(axis), device
-        self._groups = {rising: mesh.new_group(axis) for rising in (True, False)}
+        self._index, self._degree, self._device = mesh.index(axis), mesh.degree(axis), device
+        ring = [(rank, (rank + 1) % self._degree) for rank in range(self._degree)]
+        both_ways = [(*pair, self._degree) for one in ring for pair in (one, one[::-1])]
+        self._groups = {lane: mesh.new_group(axis) for lane in sorted({lane_of(*way) for way in both_ways})}
         self._under_way: list[tuple[dist.Work | None, Tensor]] = []
 
-    def _group(self, rising: bool) -> dist.ProcessGroup:
-        group = self._groups[rising]
+    def _group(self, source: int, target: int) -> dist.ProcessGroup:
+        group = self._groups[lane_of(source, target, self._degree)]
         assert group is not None
         return group
 
     def send(self, tensors: Sequence[Tensor], to: int) -> None:
-        """Sends tensors to rank ``to`` of the axis, without waiting."""
+        """Sends tensors to rank ``to`` of the axis, a neighbour, without waiting."""
+        group = self._group(self._index, to)
         for tensor in tensors:
             moved = tensor.detach().contiguous()
-            work = dist.isend(moved, group=self._group(to > self._index), group_dst=to)
+            work = dist.isend(moved, group=group, group_dst=to)
             self._under_way.append((work, moved))
 
     def receive(self, rooms: Sequence[Tensor], source: int) -> list[dist.Work | None]:
         """Begins to receive the next tensors of rank ``source`` of the axis into ``rooms``. :meth:`wait` ends it."""
-        group = self._group(self._index > source)
+        group = self._group(source, self._index)
         return [dist.irecv(room, group=group, group_src=source) for room in rooms]
 
     @cached_property
     def runs_ahead(self) -> bool:
-        """True if a receive may begin before its result is needed. On a device, sends would queue behind it."""
-        return dist.get_backend(self._group(True)) == dist.Backend.GLOO
+        """True if a receive may begin before its result is needed. On a device the host would wait for the message
+        wherever it waits for all of the device's work."""
+        return dist.get_backend(self._group(0, 1)) == dist.Backend.GLOO
 
     def wait(self, under_way: Iterable[dist.Work | None]) -> None:
         """Waits until all of the given work is done."""
@@ -83,7 +103,7 @@ class P2PChannel:
 
     def one_way(self, nbytes: int) -> float:
         """See :func:`one_way`."""
-        return one_way(nbytes, self._group(True), self._device)
+        return one_way(nbytes, self._group(0, 1), self._device)
 
 
 LINES: dict[str, Callable[[Mesh, str, torch.device], P2PChannel]] = {}
