@@ -131,6 +131,28 @@ def pickled(_: bool) -> None:
     torch.save(loop_of(True).model, "/dev/null")
 
 
+def an_earlier_model(_: bool) -> None:
+    earlier, loop = loop_of(True), loop_of(True)
+    for x, _y in loop.loader:
+        earlier.model(x)
+
+
+def an_earlier_state(_: bool) -> None:
+    earlier, _loop = loop_of(True), loop_of(True)
+    earlier.model.state_dict()
+
+
+def an_earlier_optimizer(_: bool) -> None:
+    earlier, _loop = loop_of(True), loop_of(True)
+    earlier.optimizer.state_dict()
+
+
+def an_earlier_loss(_: bool) -> None:
+    earlier, loop = loop_of(True), loop_of(True)
+    for x, y in loop.loader:
+        earlier.loss(loop.model(x), y)
+
+
 REFUSED = (
     (begun, {"strategy": "pipeline"}, "strategy 'pipeline' runs forward and backward in an order of its own"),
     (begun, {"strategy": "local_sgd"}, "take the batches and steps of evener.Engine"),
@@ -154,7 +176,13 @@ REFUSED = (
     (twice, TENSOR, "was given a model that is divided already"),
     (a_layer_by_itself, TENSOR, "0 was called by the loop itself, and is divided"),
     (a_layer_by_itself, ZERO3, "0 was called by the loop itself, and is divided"),
-    (a_late_layer, ZERO3, "a later layer or model cannot be divided"),
+    (a_late_layer, ZERO3, "a later layer cannot be divided"),
+    *(
+        (loop, settings, "a later call of evener.prepare with another model has ended that")
+        for loop in (an_earlier_model, an_earlier_state, an_earlier_optimizer)
+        for settings in (ZERO3, TENSOR)
+    ),
+    (an_earlier_loss, ZERO3, "this loss belongs to an earlier call of evener.prepare"),
     (a_penalty, ZERO3, "computed from divided weights"),
     (a_penalty_alone, ZERO3, "computed from divided weights"),
     (gradients_by_themselves, ZERO3, "which only backward.. sums"),

@@ -216,11 +216,7 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         place, shares = self._place, self._shares
-        if place.is_over:
-            raise ConfigurationError(
-                "this loader belongs to an earlier call of evener.prepare, which a later one with models has ended: "
-                "use the one that the last call returned"
-            )
+        place.check_in_use("loader")
         if self._current_batch is not None:
             place.leave(self._current_batch)  # of a pass that was abandoned, or ended by an error
         self._passes += 1

@@ -39,6 +39,13 @@ Gather = Callable[[Any], list[Any]]
 Spec = Callable[[Tensor], ShardSpec | None]
 
 
+_OVER = (
+    "this model or optimizer is divided over the ranks, and a later call of evener.prepare with another model has "
+    "ended that, since a strategy divides one model at a time: evaluate and save it before that call, give all models "
+    "in one module, or use strategy 'ddp'"
+)
+
+
 class Part(NamedTuple):
     """What a rank holds of a tensor."""
 
@@ -201,11 +208,15 @@ class DividedModel(DividedOptimizers):
         found = named_tensors(model, clean=False)
         parts = {name: self._part_of(each) for name, each in found.items()}
         self._by_name = {name: part for name, part in parts.items() if part is not None}
-        self._guard(model, _Calls(is_in_pass))
-        self._handles += [
-            model.register_state_dict_post_hook(_SavedModel(self)),  # type: ignore[no-untyped-call]
-            model.register_load_state_dict_pre_hook(_LoadedModel(self)),  # type: ignore[no-untyped-call]
-        ]
+        self._calls = _Calls(is_in_pass)
+        self._guard(model)
+        model.register_state_dict_post_hook(_SavedModel(self))  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_pre_hook(_LoadedModel(self))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Ends the use of the model and its optimizers, of which this rank keeps parts: their hooks stay, and refuse
+        it."""
+        self._calls.is_over = True
 
     def give_parts(self, optimizer: torch.optim.Optimizer) -> None:
         """Gives the optimizer the parts in the places of the parameters."""
@@ -242,18 +253,15 @@ class DividedModel(DividedOptimizers):
             if isinstance(found[key], Tensor):
                 found[key] = _cut(found[key], self._by_name.get(key.removeprefix(prefix)))
 
-    def _guard(self, model: nn.Module, calls: _Calls) -> None:
+    def _guard(self, model: nn.Module) -> None:
         """Refuses calls of layers by the loop itself: what they give is this rank's part."""
-        self._handles += [
-            model.register_forward_pre_hook(calls.enter, prepend=True),
-            model.register_forward_hook(calls.leave, always_call=True),
-        ]
+        calls = self._calls
+        model.register_forward_pre_hook(calls.enter, prepend=True)
+        model.register_forward_hook(calls.leave, always_call=True)
         for name, module in model.named_modules():
             own = dict(module.named_parameters(recurse=False))
             if name and any((name + "." + key) in self._by_name for key in own):
-                self._handles.append(
-                    module.register_forward_pre_hook(partial(calls.check, clean_name(name)), prepend=True)
-                )
+                module.register_forward_pre_hook(partial(calls.check, clean_name(name)), prepend=True)
 
 
 def _owners(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
@@ -282,9 +290,11 @@ class _Calls(_Unpickled):
     """Knows whether the model is being called."""
 
     def __init__(self, is_in_pass: Callable[[], bool]) -> None:
-        self._depth, self._is_in_pass = 0, is_in_pass
+        self._depth, self._is_in_pass, self.is_over = 0, is_in_pass, False
 
     def enter(self, *_: Any) -> None:
+        if self.is_over:
+            raise ConfigurationError(_OVER)
         self._depth += 1
 
     def leave(self, *_: Any) -> None:
@@ -300,33 +310,35 @@ class _Calls(_Unpickled):
 
 
 class _StateHook(_Unpickled):
-    """A hook on a state. Serves copies of what it belongs to, too, as long as the model is prepared."""
+    """A hook on a state. Serves copies of what it belongs to, too."""
 
     def __init__(self, divided: Any) -> None:
         self._divided = weakref.ref(divided)
 
     @property
     def divided(self) -> Any:
-        return self._divided()
+        """What has the parts. Raises ConfigurationError if a later call of ``evener.prepare`` has ended that."""
+        found = self._divided()
+        if found is None:
+            raise ConfigurationError(_OVER)
+        return found
 
 
 class _SavedModel(_StateHook):
     def __call__(self, model: nn.Module, found: dict[str, Any], prefix: str, _: Any) -> None:
-        if self.divided is not None:
-            self.divided.gather_model(found, prefix)
+        self.divided.gather_model(found, prefix)
 
 
 class _LoadedModel(_StateHook):
     def __call__(self, model: nn.Module, found: dict[str, Any], prefix: str, *_: Any) -> None:
-        if self.divided is not None:
-            self.divided.cut_model(found, prefix)
+        self.divided.cut_model(found, prefix)
 
 
 class _SavedOptimizer(_StateHook):
     def __call__(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> Any:
-        return found if self.divided is None else self.divided.gather_state(optimizer, found)
+        return self.divided.gather_state(optimizer, found)
 
 
 class _LoadedOptimizer(_StateHook):
     def __call__(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> Any:
-        return found if self.divided is None else self.divided.cut_state(optimizer, found)
+        return self.divided.cut_state(optimizer, found)

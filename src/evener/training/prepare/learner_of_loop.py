@@ -33,7 +33,7 @@ class LearnerOfLoop:
     """
 
     def __init__(self, objects: Sequence[Any], config: RunConfig, world_size: int) -> None:
-        self._objects, self._config = objects, config
+        self._data, self._config = _data_of(objects), config
         self._strategy = strategy_of(config, world_size).for_own_loop()
         self._settings = settings_of(config, self._strategy, world_size)
         self._divides_sequences = any(part.axis == "context" for part in parts_of(self._strategy))
@@ -60,7 +60,7 @@ class LearnerOfLoop:
             loss=nn.CrossEntropyLoss(),  # not used: the loop has its own
             forward=call_model_as if self._divides_sequences else call_model,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),  # not used either
-            train=_data_of([thing for thing in self._objects if isinstance(thing, DataLoader)]),
+            train=self._data,
         )
         agree = agreement(task, self._config, session)
         if self.divides:
@@ -69,13 +69,14 @@ class LearnerOfLoop:
         return set_up(self._strategy, task, session, self._settings, agree, is_filled=self.divides)
 
 
-def _data_of(loaders: Sequence[DataLoader[Any]]) -> Any:
-    """Returns the data set of which the ranks compare a few samples; a stand-in if none has items and a length.
+def _data_of(objects: Sequence[Any]) -> Any:
+    """Returns the first data set of a DataLoader among the objects, of which the ranks compare a few samples; a
+    stand-in if none has items and a length.
 
     A ``DataLoader`` takes whatever has items, such as a tensor, which a task does not. ``Subset`` makes a data set of
     it.
     """
-    for loader in loaders:
+    for loader in [thing for thing in objects if isinstance(thing, DataLoader)]:
         found: Any = loader.dataset
         if hasattr(found, "__getitem__") and hasattr(found, "__len__"):
             return found if isinstance(found, Dataset) else Subset(found, range(len(found)))

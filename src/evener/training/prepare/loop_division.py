@@ -25,11 +25,6 @@ from evener.training.prepare.divided_model import DividedModel, DividedOptimizer
 from evener.training.prepare.learner_of_loop import LearnerOfLoop
 from evener.training.prepare.numbers_of_parts import NumbersOfParts
 
-NO_OTHER = (
-    "strategy {strategy!r} has divided the model, and a later layer or model cannot be divided with it: put all layers "
-    "in before evener.prepare, give it all models in one module, or use 'ddp'"
-)
-
 
 class LoopDivision:
     """The division of one preparation.
@@ -80,9 +75,12 @@ class LoopDivision:
         return learner
 
     def check_may_change(self, strategy: str) -> None:
-        """Raises ConfigurationError if layers or models are to be added to a divided model."""
+        """Raises ConfigurationError if layers are to be added to a divided model."""
         if self.divides_model:
-            raise ConfigurationError(NO_OTHER.format(strategy=strategy))
+            raise ConfigurationError(
+                f"strategy {strategy!r} has divided the model, and a later layer cannot be divided with it: put all "
+                "layers in before evener.prepare, or use 'ddp'"
+            )
 
     def take_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Gives a prepared optimizer the parts of the model in the places of what it had."""
@@ -187,7 +185,8 @@ class LoopDivision:
                 self._steps[optimizer].end(optimizer)
 
     def close(self) -> None:
-        """Releases everything."""
+        """Releases everything, and drops the model."""
         for each in (self._optimizers, self._numbers, self._owners):
             if each is not None:
                 each.close()
+        self._model = self._optimizers = self._numbers = self._owners = None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import math
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ from evener.training.prepare.learner_of_loop import LearnerOfLoop
 from evener.training.prepare.loop_division import LoopDivision
 from evener.training.prepare.model_outputs import Outputs
 from evener.training.prepare.printed import PrintedTexts
-from evener.training.prepare.rank_checks import WAITS, check_exchange, check_marks
+from evener.training.prepare.rank_checks import WAITS, check_crossed, check_exchange, check_marks
 from evener.training.prepare.replicas import LoopReplicas
 from evener.training.prepare.rng import CommonRandom
 from evener.training.step.exchange import Exchange
@@ -51,11 +50,6 @@ OUTSIDE = (
     "{what} outside of a prepared loader's batch, so that nobody knows how many samples the other ranks have: iterate "
     "the loader that evener.prepare returned, or divide a batch that the loop makes itself by evener.batch"
 )
-CROSSED = (
-    "two prepared loaders were gone through at once, and rank {rank} had other numbers of samples of their batches, so "
-    "that whose a loss was of cannot be told: give both the same batch size and drop_last=True, with balance='equal' "
-    "and a sample for each rank, or read both with one loader"
-)
 
 
 def held_by(learner: Learner, number: int) -> list[nn.Module]:
@@ -64,7 +58,7 @@ def held_by(learner: Learner, number: int) -> list[nn.Module]:
 
 
 def _are_same(now: Sequence[object], before: Sequence[object]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
+    return [*map(id, now)] == [*map(id, before)]
 
 
 class LoopState:
@@ -247,9 +241,7 @@ class LoopState:
         held = self.replicas.own_row(self.learner, self.steps)
         rows = self.exchange("the end of a batch", batch.agreed, own, *flags, *held)
         check_marks([row[0] for row in rows])
-        crossed = [rank for rank, row in enumerate(rows) if row[3]]
-        if crossed:
-            raise ConfigurationError(CROSSED.format(rank=crossed[0]))
+        check_crossed([rank for rank, row in enumerate(rows) if row[3]])
         self.replicas.check([row[5:] for row in rows], self.session, self.steps)
         if any(row[2] for row in rows):
             share_buffers(self.learner, batch.batch)
@@ -301,7 +293,6 @@ class LoopState:
 
     def add(self, models: list[nn.Module], make: LearnerOfLoop) -> None:
         """Adds ``models`` to those of earlier calls that the loop still holds. A collective call."""
-        self.division.check_may_change(self.make.strategy)
         self.strangers = 0  # updates before this call belong to no prepared batch
         self.exchange("evener.prepare")
         self.make = make
@@ -311,13 +302,7 @@ class LoopState:
         """Returns the models still in use. A notebook cell that runs again has dropped the models it made before."""
         references = [weakref.ref(model) for model in self._models]
         if not self._current:
-            self._models, self._held = [], []
-            self._outputs.watch([])
-            self.outputs.clear()
-            self.mean.release()
-            while self._learners:
-                self._learners.pop().close()
-            gc.collect()
+            self._release_models()
         found = [reference() for reference in references]
         alive = self.session.control.gather_objects([model is not None for model in found])
         return [
@@ -325,6 +310,16 @@ class LoopState:
             for model, flags in zip(found, zip(*alive, strict=True), strict=True)
             if model is not None and all(flags)
         ]
+
+    def _release_models(self) -> None:
+        """Drops the models, so that those that the loop has dropped are freed."""
+        self._models, self._held = [], []
+        self._outputs.watch([])
+        self.outputs.clear()
+        self.mean.release()
+        while self._learners:
+            self._learners.pop().close()
+        gc.collect()
 
     def renew(self, models: list[nn.Module]) -> None:
         """Sets up these models. A collective call. What was set up for a current batch is kept until the end."""
@@ -386,15 +381,20 @@ class LoopState:
         return {len(batch.micro.samples) for batch in self._current}
 
     def close(self) -> None:
-        """Releases everything."""
+        """Releases everything. Prepared loaders and losses that the loop still holds keep this, but no model."""
         if not self.is_over:
             self.is_over = True
-            self._outputs.watch([])
             for batch in list(self._current):
                 self.leave(batch)
-            self.mean.shown.hide()  # a part of a gradient keeps this, and so the model
-            self.mean.close()
-            self.division.close()
-            self._first_calls.close()
-            for learner in reversed(self._learners):
-                learner.close()
+            self.mean.shown.hide()
+            for each in (self.mean, self.division, self._first_calls):
+                each.close()
+            self._release_models()
+
+    def check_in_use(self, what: str) -> None:
+        """Raises ConfigurationError if a later call of ``evener.prepare`` has ended this preparation."""
+        if self.is_over:
+            raise ConfigurationError(
+                f"this {what} belongs to an earlier call of evener.prepare, which a later one with models has ended: "
+                "use the one that the last call returned"
+            )

@@ -86,6 +86,7 @@ class OverAll:
             DivergenceError: If the loss of a rank is not finite, in training; on all ranks alike.
             ConfigurationError: Outside of a prepared loader's batch.
         """
+        self._place.check_in_use("loss")
         current_batch = self._place.current_batch("the loss was called", (args, kwargs))
         check_positions((args, kwargs), current_batch)
         if self._exact is not None and len(args) == 2 and not kwargs and not self._is_by_samples():

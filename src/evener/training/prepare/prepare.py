@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import sys
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
@@ -36,7 +34,6 @@ from evener.training.factory import balance_of, strategy_of
 from evener.training.prepare.backward import Passes
 from evener.training.prepare.dataloader import PreparedLoader
 from evener.training.prepare.learner_of_loop import LearnerOfLoop
-from evener.training.prepare.loop_division import NO_OTHER
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.loss import OverAll
 from evener.training.prepare.optimizer_step import WatchedOptimizers
@@ -267,14 +264,9 @@ def _place_of(models: list[nn.Module], objects: Sequence[Any], settings: dict[st
     is_given_again = place is not None and any(model is other for model in models for other in place.models)
     if place is None or is_given_again or (settings and config != _CurrentPreparation.given):
         return _begin(models, objects, config)
-    if place.division.divides_model:
-        # The loop may have dropped the earlier models, as after a fold of a cross-validation.
-        strategy, earlier = place.make.strategy, [weakref.ref(model) for model in place.models]
-        del place
-        end()
-        gc.collect()
-        if any(model() is not None for model in earlier):
-            raise ConfigurationError(NO_OTHER.format(strategy=strategy))
+    if (
+        place.division.divides_model
+    ):  # nothing can be divided with it, so this is the next fold, or the next trial
         return _begin(models, objects, config if settings else _CurrentPreparation.given)
     try:
         place.add(models, LearnerOfLoop(objects, _CurrentPreparation.config, place.world_size))

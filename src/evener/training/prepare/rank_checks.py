@@ -210,5 +210,16 @@ def check_marks(marks: list[float]) -> None:
         )
 
 
+def check_crossed(ranks: list[int]) -> None:
+    """Raises ConfigurationError if ``ranks`` have had samples in only one of two loaders that are gone through at
+    once."""
+    if ranks:
+        raise ConfigurationError(
+            f"two prepared loaders were gone through at once, and rank {ranks[0]} had other numbers of samples of "
+            "their batches, so that whose a loss was of cannot be told: give both the same batch size and "
+            "drop_last=True, with balance='equal' and a sample for each rank, or read both with one loader"
+        )
+
+
 def _listed(ranks: list[int]) -> str:
     return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
