@@ -42,6 +42,12 @@ def twice(_: bool) -> None:
     evener.prepare(made)
 
 
+def twice_and_whole(_: bool) -> None:
+    made = model()
+    evener.prepare(made, strategy="sharded")
+    evener.prepare(made, strategy="ddp")
+
+
 def a_layer_by_itself(_: bool) -> None:
     loop = loop_of(True)
     for x, _y in loop.loader:
@@ -174,6 +180,7 @@ REFUSED = (
     (two_models, ZERO3, "divides one model, and evener.prepare got 2"),
     (twice, ZERO3, "was given a model that is divided already"),
     (twice, TENSOR, "was given a model that is divided already"),
+    (twice_and_whole, {}, "was given a model that is divided already"),
     (a_layer_by_itself, TENSOR, "0 was called by the loop itself, and is divided"),
     (a_layer_by_itself, ZERO3, "0 was called by the loop itself, and is divided"),
     (a_late_layer, ZERO3, "a later layer cannot be divided"),

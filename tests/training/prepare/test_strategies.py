@@ -471,25 +471,6 @@ def averaged(is_prepared: bool) -> Weights:
     return copy.deepcopy(dict(average.state_dict()))
 
 
-def in_folds(is_prepared: bool) -> Weights:
-    """Each fold replaces what the one before has left, as the loop of a cross-validation does."""
-    for _ in range(2):
-        loop = loop_of(is_prepared)
-        for x, y in loop.loader:
-            loop.optimizer.zero_grad()
-            loss = loop.loss(loop.model(x), y)
-            loss.backward()
-            loop.optimizer.step()
-    return found_of(loop, loss.item())
-
-
-@pytest.mark.parametrize("settings", [ZERO3, TENSOR], ids=["zero3", "tensor"])
-def test_a_model_is_divided_after_another(ranks: Any, settings: Settings) -> None:
-    expected = in_folds(False)
-    for found in ranks(2).run(prepared, in_folds, **settings):
-        check(found, expected)
-
-
 def test_a_copy_of_a_divided_model_is_whole_where_it_is_saved(ranks: Any) -> None:
     expected = averaged(False)
     for found in ranks(2).run(prepared, averaged, **TENSOR):

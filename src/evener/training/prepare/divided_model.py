@@ -55,13 +55,8 @@ class Part(NamedTuple):
     """A tensor that is a DTensor if the part is to be one."""
 
 
-def check_undivided(models: Sequence[nn.Module], strategy: str) -> None:
-    """Raises ConfigurationError if a strategy that divides the model cannot divide these."""
-    if len(models) > 1:
-        raise ConfigurationError(
-            f"strategy {strategy!r} divides one model, and evener.prepare got {len(models)}: put them into one module "
-            "whose forward calls them, or use strategy 'ddp'"
-        )
+def check_undivided(models: Sequence[nn.Module]) -> None:
+    """Raises ConfigurationError if an earlier call of ``evener.prepare`` has divided one of the models."""
     for model in models:
         if is_unit(model) or any(map(shard_spec, model.parameters())):
             raise ConfigurationError(
@@ -99,8 +94,10 @@ class DividedOptimizers:
         return optimizer not in self._watched
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes the optimizer's state whole where it is saved, and cuts it where it is loaded."""
+        """Makes the optimizer's state whole where it is saved, and cuts it where it is loaded. Cuts what it has."""
         self._watched.add(optimizer)
+        for owner in [each for each in optimizer.state if self.is_divided(each)]:
+            optimizer.state[owner] = self._cut_all(optimizer.state[owner], owner)
         self._handles += [
             optimizer.register_state_dict_post_hook(_SavedOptimizer(self)),
             optimizer.register_load_state_dict_pre_hook(_LoadedOptimizer(self)),

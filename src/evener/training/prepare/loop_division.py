@@ -55,10 +55,13 @@ class LoopDivision:
 
     def set_up(self, make: LearnerOfLoop, models: Sequence[nn.Module], session: Session) -> Learner:
         """Sets the models up on this rank, and divides them as their strategy says. A collective call."""
-        before: dict[str, Tensor] = {}
-        if make.divides:
-            check_undivided(models, make.strategy)
-            before = named_tensors(models[0])
+        check_undivided(models)
+        if make.divides and len(models) > 1:
+            raise ConfigurationError(
+                f"strategy {make.strategy!r} divides one model, and evener.prepare got {len(models)}: put them into "
+                "one module whose forward calls them, or use strategy 'ddp'"
+            )
+        before = named_tensors(models[0]) if make.divides else {}
         learner, self._check = make(models, session), make.check_optimizer
         earlier, self._owners = self._owners, make.owners(learner, self._owners)
         if earlier is not None:
@@ -89,6 +92,13 @@ class LoopDivision:
         self.watch(optimizer)
         if self._model is not None:
             self._model.give_state(optimizer)
+
+    def whole_states(self, objects: Sequence[Any]) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+        """Returns the optimizers among ``objects`` of which ranks update parts of whole weights, with their whole
+        states, for another division. A collective call."""
+        divided = self._optimizers if self._model is None else None
+        found = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+        return [(each, each.state_dict()) for each in found if divided and not divided.is_new(each)]
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes the state of an optimizer whole where it is saved, once it is known to go with the strategy. All ranks

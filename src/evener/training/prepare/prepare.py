@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, TypeVar, Unpack, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -276,15 +276,29 @@ def _place_of(models: list[nn.Module], objects: Sequence[Any], settings: dict[st
     return place
 
 
+def _handed_on(objects: Sequence[Any]) -> tuple[Tensor, list[tuple[torch.optim.Optimizer, dict[str, Any]]]]:
+    """Returns what the next preparation takes over from the current one: the random state from which orders are drawn,
+    and the whole states of the optimizers among ``objects`` that have parts. A collective call if there is one."""
+    place = _CurrentPreparation.place
+    if place is None:
+        return torch.get_rng_state(), []
+    place.strangers = 0  # updates before this call belong to no prepared batch
+    place.random.follow()
+    return place.random.held(), place.division.whole_states(objects)
+
+
 def _begin(models: list[nn.Module], objects: Sequence[Any], given: RunConfig) -> LoopState:
+    start, states = _handed_on(objects)
     end()
+    for optimizer, state in states:
+        optimizer.load_state_dict(state)
     watch = loop_watch()
     watch.opened(end)
     with ExitStack() as opened:
         session = opened.enter_context(
             Session(given.device, given.timeout_seconds, environment=watch.environment)
         )
-        random = CommonRandom(session.control.broadcast_object(torch.get_rng_state()), session.rank)
+        random = CommonRandom(session.control.broadcast_object(start), session.rank)
         opened.callback(random.close)
         config = _settled(given, session)
         place = LoopState(session, LearnerOfLoop(objects, config, session.world_size), models, random)
