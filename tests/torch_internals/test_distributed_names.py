@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import pickle
+import signal
 import subprocess
 import sys
 import weakref
@@ -27,6 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from evener.distributed.loopback import OneMachine
 from tests.torch_internals.borrowing import borrowed
 
+STOPPING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
+
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
@@ -36,6 +39,15 @@ def group() -> Iterator[dist.ProcessGroup]:
     assert found is not None
     yield found
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Puts back the handlers of signals that an agent replaces."""
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("group")
