@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from evener.distributed.launch.launcher_watchdog import LauncherWatchdog
 from evener.distributed.watchdog.heartbeat import Heartbeat
 
@@ -13,9 +15,9 @@ def test_ranks_are_silent_when_all_are() -> None:
     start = lookout._looked
     both = {0: BEAT, 1: replace(BEAT, rank=1)}
     assert lookout.silent_seconds(both, start) == 0
-    assert lookout.silent_seconds(both, start + 4) == 4
+    assert lookout.silent_seconds(both, start + 4) == pytest.approx(4)
     assert lookout.silent_seconds({0: BEAT, 1: replace(BEAT, rank=1, count=2)}, start + 6) == 0
-    assert lookout.silent_seconds({0: BEAT, 1: replace(BEAT, rank=1, count=2)}, start + 7) == 1
+    assert lookout.silent_seconds({0: BEAT, 1: replace(BEAT, rank=1, count=2)}, start + 7) == pytest.approx(1)
 
 
 def test_a_rank_that_is_to_come_or_has_left_is_not_silent() -> None:

@@ -60,8 +60,8 @@ def check_undivided(models: Sequence[nn.Module]) -> None:
     for model in models:
         if is_unit(model) or any(map(shard_spec, model.parameters())):
             raise ConfigurationError(
-                "evener.prepare was given a model that is divided already, by an earlier call: give it the model as "
-                "you make it, each time that you call it"
+                "evener.prepare was given a model that is divided already, by an earlier call: leave it out of this "
+                "one, which takes other loaders, optimizers and losses for it, or give it a model as you make it"
             )
 
 
