@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
 
+from evener.distributed import hosts
 from evener.distributed.control_channel import GroupChannel
 from evener.distributed.hosts import destroy
 from evener.distributed.watchdog.watchdog import Watchdog
@@ -35,3 +37,28 @@ def test_who_has_shut_all_down_can_still_close_what_stood_on_a_group(group: dist
     dist.destroy_process_group()
     channel.close()
     destroy(None)
+
+
+def failing(*groups: dist.ProcessGroup | None) -> None:
+    with ExitStack() as stack:
+        for each in groups:
+            stack.callback(destroy, each)
+        raise ValueError("of one rank")
+
+
+def test_an_error_is_told_before_other_ranks_destroy_their_groups(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL destroys a group when all of its ranks do, and the others may wait for the rank that has failed."""
+    monkeypatch.setattr(hosts, "_DESTROYED_ALONE", {"fake"})
+    with pytest.raises(ValueError, match="of one rank"):
+        failing(None, group)
+    assert groups_open() == 2
+    destroy(group)
+    assert groups_open() == 1
+
+
+def test_an_error_keeps_no_group_that_a_rank_destroys_alone(group: dist.ProcessGroup) -> None:
+    with pytest.raises(ValueError, match="of one rank"):
+        failing(group)
+    assert groups_open() == 1

@@ -87,6 +87,17 @@ def test_a_group_with_a_given_name_is_not_split_off_the_default_group(
         assert group.bound_device_id == torch.device("cpu", 0)
 
 
+def test_the_backends_of_groups_are_known(group: dist.ProcessGroup) -> None:
+    with borrowed("process_groups") as names:
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers a backend
+        other = dist.new_group([0], backend="cpu:gloo,cuda:fake")
+        assert isinstance(other, dist.ProcessGroup)
+        assert (names.backends_of(group), names.backends_of(other)) == ({"gloo"}, {"gloo", "fake"})
+        assert names.backends_of(None) == {"gloo", "fake"}
+        dist.destroy_process_group(other)
+        assert names.backends_of(None) == {"gloo"}
+
+
 @pytest.mark.usefixtures("group")
 def test_ddp_logs_its_buckets() -> None:
     with borrowed("ddp") as names:

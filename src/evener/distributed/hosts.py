@@ -11,13 +11,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from evener.torch_internals.process_groups import backends_of
+
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """PyTorch's function by its new name, if it has it: torch 2.13 warns about the old one."""
+_DESTROYED_ALONE = {"gloo", "fake"}
+"""Backends of which a rank destroys its groups without waiting for other ranks."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACES = (Path("/proc/self/ns/pid"), Path("/proc/self/ns/net"))
 
@@ -45,8 +50,12 @@ def all_gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def destroy(group: dist.ProcessGroup | None) -> None:
-    """Destroys ``group`` (None: all groups). Does nothing if ``torch.distributed`` has been shut down already."""
-    if dist.is_initialized():
+    """Destroys ``group`` (None: all groups). Does nothing if ``torch.distributed`` has been shut down already.
+
+    While an exception is on its way, a group stays whose destruction waits for its other ranks, as with NCCL: they may
+    be in a collective in which they wait for this rank, and the exception would never be told.
+    """
+    if dist.is_initialized() and (sys.exception() is None or backends_of(group) <= _DESTROYED_ALONE):
         dist.destroy_process_group(group)
 
 

@@ -8,6 +8,7 @@
   groups each member has been in, so members may wait for each other under different names. If the default group is
   bound to a device (``bound_device_id``), torch splits the new NCCL communicator off its own, for which NCCL waits for
   all ranks of the default group (pytorch/pytorch#129965), so that is put aside meanwhile.
+- ``_world.pg_backend_config`` has the backends of all groups that are open, for which torch has no public function.
 - Operators of ``torch.ops.c10d`` take a group as a boxed object, which ``ProcessGroup.unbox`` opens, and functional
   collectives take its name, which ``_resolve_process_group`` looks up.
 - ``FakeStore`` of ``torch.testing._internal`` belongs to the backend ``fake``, a group without other processes. Its
@@ -80,6 +81,13 @@ def _unbound(group: dist.ProcessGroup) -> Iterator[None]:
         yield
     finally:
         group.bound_device_id = device
+
+
+def backends_of(group: dist.ProcessGroup | None) -> set[str]:
+    """Returns the names of the backends of ``group``; None for those of all groups that this process is in."""
+    all_of_them: dict[dist.ProcessGroup, str] = _world.pg_backend_config
+    texts = all_of_them.values() if group is None else [dist.get_backend_config(group)]
+    return {each.rpartition(":")[2] for text in texts for each in text.split(",")}
 
 
 def groups_open() -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -540,6 +541,15 @@ def test_helpers_alone() -> None:
         ConfigurationError, match=r"evener.gather goes with evener.prepare, which was not called yet"
     ):
         evener.gather(torch.ones(2))
+
+
+def test_what_is_closed_at_the_end_knows_that_the_script_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    error, seen, opened = ValueError("of the script"), list[BaseException | None](), ExitStack()
+    opened.callback(lambda: seen.append(sys.exception()))
+    monkeypatch.setattr(preparing._CurrentPreparation, "opened", opened)
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    preparing.end()
+    assert seen == [error]
 
 
 def test_a_divergence_is_an_error_of_eveners() -> None:

@@ -120,6 +120,8 @@ def main(run_dir: str) -> None:
         status, works_on = 0, job.works_on
     except BaseException as error:
         rank = detect().rank  # it may have changed
+        if not isinstance(error, SystemExit):
+            sys.last_value = error  # as Python does, for functions that it calls at exit
         status = _status_of(error, rank) if os.getpid() == process else _status_of_child(error)
     _leave(status, works_on, is_rank=os.getpid() == process)
 

@@ -176,9 +176,13 @@ def end() -> None:
     opened, _CurrentPreparation.opened, _CurrentPreparation.place = _CurrentPreparation.opened, None, None
     if opened is not None:
         error = getattr(sys, "last_value", None)  # set if the script ends with an error
-        opened.__exit__(
-            None if error is None else type(error), error, None if error is None else error.__traceback__
-        )
+        try:
+            if error is not None:
+                raise error
+        except BaseException:
+            opened.__exit__(*sys.exc_info())  # what is closed sees that there is an error
+        else:
+            opened.__exit__(None, None, None)
 
 
 atexit.register(end)
