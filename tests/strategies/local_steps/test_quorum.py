@@ -23,7 +23,9 @@ from evener.core.task.task import Task
 from evener.data.rounds import Rounds
 from evener.errors import ConfigurationError, RankTimeoutError
 from evener.strategies import DiLoCo, LocalSgd
-from evener.strategies.local_steps.quorum import OpenMerges, QuorumRules
+from evener.strategies.local_steps import quorum
+from evener.strategies.local_steps.merge import MergeGroup
+from evener.strategies.local_steps.quorum import OpenMerges, QuorumMerges, QuorumRules
 from evener.tools.verify import verify
 from evener.training.engine import Engine
 from tests.comparing import worst
@@ -164,6 +166,40 @@ def test_a_late_replica_comes_into_a_later_merge(
     assert worst(dict(zip(weights, expected, strict=True)), weights) < ROUNDING
     told = [any("rank 2 came too late for all" in text for text in texts) for *_, texts in found]
     assert told == [False, False, all(2 not in merging for merging in records[0].merge_ranks)]
+
+
+def destroyed() -> list[bool]:
+    """Trains; returns for each group that was destroyed whether some ranks could still merge without others then."""
+    found, is_open = list[bool](), False
+    begin, all_ranks = QuorumMerges.begin, QuorumMerges.all_ranks
+
+    def begun(merges: QuorumMerges, step: int) -> None:
+        nonlocal is_open
+        begin(merges, step)
+        is_open = True
+
+    def last(merges: QuorumMerges) -> MergeGroup:
+        nonlocal is_open
+        is_open = False
+        return all_ranks(merges)
+
+    def noted(group: dist.ProcessGroup) -> None:
+        found.append(is_open)
+        dist.destroy_process_group(group)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(QuorumMerges, "begin", begun)
+        patched.setattr(QuorumMerges, "all_ranks", last)
+        patched.setattr(quorum, "destroy", noted)
+        trained(1, 0.5, LocalSgd(sync_every=2, quorum=2, grace=0.05, meet_every=3), "3,1,2")
+    return found
+
+
+def test_a_group_is_destroyed_when_all_of_its_ranks_do(ranks: Any) -> None:
+    """NCCL would have those of a merge wait for a rank that has not come to it, and that waits for them."""
+    found = ranks(3).run(destroyed)
+    assert any(found)
+    assert not any(map(any, found))
 
 
 EVERY = {"strategy": DiLoCo(sync_every=2, replicas=3, quorum=3, meet_every=2)}

@@ -192,13 +192,15 @@ class QuorumMerges:
         self._replicas_of = {index * rounds.team: number for index, number in enumerate(carried)}
         self._name: str = learner.session.control.broadcast_object(f"evener_quorum_{secrets.token_hex(8)}")
         self._open: OpenMerges | None = None
-        self._some: MergeGroup | None = None
+        self._some: dict[tuple[int, ...], MergeGroup] = {}
+        """The groups of the merges of a round that did not have all ranks, by the ranks in them."""
         self._version = 0
         """The number of the last merge that had this rank, counted from 1."""
         self._has_warned = False
 
     def begin(self, step: int) -> None:
         """Begins a round. All ranks must have ended the one before."""
+        self.close()
         if self._open is not None and not self._learner.session.rank:
             self._open.delete()
         store = PrefixStore(f"{self._name}/{step}", default_store())
@@ -243,18 +245,20 @@ class QuorumMerges:
         )
 
     def close(self) -> None:
-        """Destroys the last group that was made for a merge."""
-        if self._some is not None:
-            self._some.close()
-            destroy(self._some.group)
-        self._some = None
+        """Destroys the groups of the merges of a round. All ranks must have ended it."""
+        for merge in self._some.values():
+            merge.close()
+            destroy(merge.group)
+        self._some.clear()
 
-    def _group_of(self, leaders: Sequence[int], name: str) -> MergeGroup:
-        """Returns the ranks of a merge as a group. It is made anew for each merge that does not have all, and destroyed
-        when its ranks come to another."""
+    def _group_of(self, leaders: tuple[int, ...], name: str) -> MergeGroup:
+        """Returns the ranks of a merge as a group. One that does not have all is kept until the next round: NCCL
+        destroys a group when all of its ranks do, and some of them may come late to a merge that waits for this
+        rank."""
         if len(leaders) == len(self._replicas_of):
             return self._everyone
-        self.close()
+        if leaders in self._some:
+            return self._some[leaders]
         group, session = self._everyone.group, self._learner.session
         assert group is not None
         world = dist.get_process_group_ranks(group)
@@ -263,8 +267,8 @@ class QuorumMerges:
             return MergeGroup(None, None)
         backend = dist.get_backend_config(group)
         made = named_group(f"{self._name}_{name}", ranks, backend, session.group_timeout)
-        self._some = MergeGroup(made, make("native", made, session.timeout_seconds))
-        return self._some
+        self._some[leaders] = MergeGroup(made, make("native", made, session.timeout_seconds))
+        return self._some[leaders]
 
     @torch.no_grad()
     def catch_up(self, over: MergeGroup, step: int) -> None:
