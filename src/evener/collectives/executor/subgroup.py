@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from evener.distributed.hosts import all_gather, destroy
-from evener.torch_internals.process_groups import named_group
+from evener.torch_internals.process_groups import backends_of, named_group
 
 
 def subgroup(
@@ -27,16 +28,23 @@ def subgroup(
 
     All ranks of ``parent`` must call this together. They may pass different members, if these sets do not overlap.
     ``backend`` None takes that of ``parent``.
+
+    The members are connected when this returns. Otherwise a rank of gloo that destroyed its group at once would
+    disconnect ranks that still connect to it. NCCL connects in the first call of a group, which all of its ranks must
+    make together: messages of two of them would wait for the others.
     """
     token = all_gather(secrets.token_hex(8), parent)[members[0]]
     world = dist.get_process_group_ranks(parent)
     ranks = [world[member] for member in members]
     is_member = dist.get_rank(parent) in members
     backend, timeout = backend or dist.get_backend_config(parent), timedelta(seconds=timeout_seconds)
-    made = named_group(f"evener_{token}", ranks, backend, timeout) if is_member else None
-    all_gather(
-        None, parent
-    )  # a rank that destroyed its group at once would disconnect ranks that still connect to it
+    if not is_member:
+        return None
+    made = named_group(f"evener_{token}", ranks, backend, timeout)
+    if "nccl" in backends_of(made):
+        dist.barrier(made, device_ids=[torch.cuda.current_device()])
+    else:
+        all_gather(None, made)
     return made
 
 
