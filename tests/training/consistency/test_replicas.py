@@ -17,7 +17,15 @@ from evener.core.records import Note
 from evener.errors import ConfigurationError, DivergenceError
 from evener.strategies.ddp import Ddp, DdpSum
 from evener.strategies.synchronizer import Synchronizer
-from evener.training.consistency.replicas import FIRST, digest, majority, steps_between
+from evener.training.consistency import replicas
+from evener.training.consistency.replicas import (
+    FIRST,
+    ReplicaPart,
+    digest,
+    digests_of,
+    majority,
+    steps_between,
+)
 from evener.training.engine import Engine
 from tests.breaking import brittle
 from tests.observers import Remembering
@@ -63,6 +71,14 @@ MATRIX, COMPLEX = torch.randn(5, 3), torch.randn(6, dtype=torch.complex64)
 )
 def test_any_tensor_has_one(numbers: Tensor, others: Tensor) -> None:
     assert int(digest(numbers)) == int(digest(numbers.clone())) != int(digest(others))
+
+
+def test_a_digest_waits_for_a_copy_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of the optimizer's state that is kept outside, which an update leaves under way."""
+    room = torch.zeros(4)
+    monkeypatch.setattr(replicas.accelerators, "synchronize", lambda device: room.fill_(1.0))
+    found = digests_of([ReplicaPart("state", room, ())], torch.device("cpu"))
+    assert found == {(): {"state": int(digest(torch.ones(4)))}}
 
 
 def test_a_majority_is_more_than_half() -> None:

@@ -41,6 +41,7 @@ from evener.core.records import Note
 from evener.data.rounds import Rounds
 from evener.distributed.mesh import AXES
 from evener.errors import ConfigurationError, DivergenceError
+from evener.hardware import accelerators
 from evener.hardware.async_read import read
 from evener.hardware.timers import waiting
 from evener.nn.fqn import clean_name
@@ -125,12 +126,12 @@ Digests = dict[Axes, dict[str, float]]
 
 
 def digests_of(parts: Sequence[ReplicaPart], device: torch.device) -> Digests:
-    """Returns the digests of this rank's tensors. Waits for ``device``."""
+    """Returns the digests of this rank's tensors. Waits for ``device``, which may still be copying some to the host."""
     found: Digests = {}
-    if parts:
-        numbers = read(torch.stack([digest(part.numbers).to(device) for part in parts])).values()
-        for part, number in zip(parts, numbers, strict=True):
-            found.setdefault(part.axes, {})[part.name] = number
+    accelerators.synchronize(device)
+    numbers = [digest(part.numbers).to(device) for part in parts]
+    for part, number in zip(parts, read(torch.stack(numbers)).values() if parts else (), strict=True):
+        found.setdefault(part.axes, {})[part.name] = number
     return found
 
 
@@ -254,8 +255,7 @@ class ReplicaCheck:
         if self._keys is None and self._auto:  # warm-up: allocates memory
             digests_of(self._parts(everything), self._learner.session.device)
         began = time.perf_counter()
-        found = digests_of(self._parts(everything), self._learner.session.device)
-        return found, time.perf_counter() - began
+        return digests_of(self._parts(everything), self._learner.session.device), time.perf_counter() - began
 
     def _parts(self, everything: bool) -> list[ReplicaPart]:
         return list(parts_of(self._learner, everything))
@@ -354,8 +354,8 @@ class ReplicaCheck:
         """
         strange = None
         parts = sorted(self._parts(everything=True), key=lambda part: part.name)
-        own = digests_of(parts, self._learner.session.device)
-        everyone = self._learner.session.control.gather_objects(own)
+        session = self._learner.session
+        everyone = session.control.gather_objects(digests_of(parts, session.device))
         for key in self._keys or ():
             held = [digests.get(key, {}) for digests in everyone]
             if self._astray([sorted(digests) for digests in held], key):
