@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,22 @@ def test_the_digest_sees_every_bit_and_no_layout() -> None:
         model.unsaved[1] -= 1
         model.b[0, 0] = -0.0
         assert checkpoint.weights_digest(model) != first
+
+
+def test_the_thread_of_a_save_has_the_device_of_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's writer asks for the current one, and a thread begins with the first: ranks would take memory there."""
+    taken: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        saving.accelerators,
+        "set_current",
+        lambda device: taken.append((threading.current_thread().name, device)),
+    )
+    with Engine(tasks.plain(), RunConfig(device="cpu", strategy="single", steps=1)) as engine:
+        engine.save(tmp_path, wait=False)
+        engine.finish_saving()
+    assert taken == [("evener-checkpoint", torch.device("cpu"))]
 
 
 def test_tied_weights_count_under_each_name() -> None:

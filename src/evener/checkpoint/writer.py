@@ -143,13 +143,14 @@ class _Copies:
 class _Write(threading.Thread):
     """The thread of a save. A daemon, so that the process can end while a save hangs."""
 
-    def __init__(self, act: Callable[[], None], target: Path, step: int) -> None:
+    def __init__(self, act: Callable[[], None], target: Path, step: int, device: torch.device) -> None:
         super().__init__(name="evener-checkpoint", daemon=True)
-        self._act, self.target_path, self.step = act, target, step
+        self._act, self.target_path, self.step, self._device = act, target, step, device
         self.error: BaseException | None = None
 
     def run(self) -> None:
         try:
+            accelerators.set_current(self._device)  # torch's writer looks at that
             self._act()
         except BaseException as error:
             self.error = error
@@ -212,7 +213,7 @@ class Saver:
             if self.upload is not None:
                 self.not_uploaded = self.upload(directory, writers)
 
-        write = _Write(act, target, steps)
+        write = _Write(act, target, steps, self._session.device)
         if wait:
             with self._session.watchdog.together(_WHAT, steps):
                 write.run()

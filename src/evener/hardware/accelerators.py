@@ -81,6 +81,13 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def set_current(device: torch.device) -> None:
+    """Makes an accelerator the current one of this thread: a new thread begins with the first one of the process. Does
+    nothing for a CPU."""
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+
+
 def has_float64(device: torch.device) -> bool:
     """Returns True if the device supports float64, which MPS does not."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.errors import ConfigurationError, EvenerError, RankError
+from evener.hardware import accelerators
 from evener.strategies import Asynchronous
 from evener.strategies.asynchronous.ledger import ages
 from evener.training.engine import Engine
@@ -96,6 +98,29 @@ def test_other_numbers_of_servers_go_on_from_a_checkpoint(ranks: Any) -> None:
     states = handed_on(ranks, synchronized, places, [8, 12, 24])
     for state in states:
         assert worst({name: state["model"][name] for name in whole}, whole) < ROUNDING
+
+
+def devices_of_threads(servers: int) -> list[tuple[bool, torch.device]]:
+    """The devices that threads make their own, and whether it is the main thread's."""
+    taken, main = list[tuple[bool, torch.device]](), threading.current_thread()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            accelerators,
+            "set_current",
+            lambda device: taken.append((threading.current_thread() is main, device)),
+        )
+        strategy = Asynchronous(staleness=0, sync_every=4, servers=servers)
+        trained(synchronized, {"strategy": strategy, "epochs": None, "steps": 1})
+    return taken
+
+
+@pytest.mark.parametrize(("servers", "of_ranks"), [(1, [1, 0]), (2, [1, 1])])
+def test_threads_of_servers_have_the_device_of_their_rank(
+    ranks: Any, servers: int, of_ranks: list[int]
+) -> None:
+    """They update weights there, and a thread begins with the first device of the process."""
+    found = ranks(2).run(devices_of_threads, servers)
+    assert found == [[(False, torch.device("cpu"))] * number for number in of_ranks]
 
 
 class Failing(torch.optim.SGD):

@@ -23,6 +23,11 @@ class FlatLayout:
         self._places = list(of_types.values())
         self._kinds = list(of_types)
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self.parameters[0].device
+
     def empty(self, device: torch.device | str, *, wide: bool = False) -> list[Tensor]:
         """Returns flat tensors of zeros.
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evener.hardware import accelerators
 from evener.strategies.asynchronous.flat_parameters import FlatLayout
 from evener.strategies.asynchronous.ledger import Lease
 from evener.strategies.asynchronous.server import ParameterServer, Pushed, Reply
@@ -148,7 +149,7 @@ class Serving:
     """Serves the workers of other ranks while a section is open, each in a thread."""
 
     def __init__(self, server: ParameterServer, group: dist.ProcessGroup, layout: FlatLayout) -> None:
-        self._server = server
+        self._server, self._device = server, layout.device
         workers = range(1, dist.get_world_size(group))
         self._messages = {worker: _Messages(group, worker, layout) for worker in workers}
         self._threads = [
@@ -175,6 +176,7 @@ class Serving:
             thread.join()
 
     def _serve(self, worker: int, messages: _Messages) -> None:
+        accelerators.set_current(self._device)
         try:
             while self._answer(worker, messages):
                 pass

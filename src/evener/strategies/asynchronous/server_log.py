@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evener.hardware import accelerators
 from evener.hardware.timers import waiting
 from evener.strategies.asynchronous.flat_parameters import FlatLayout
 from evener.strategies.asynchronous.weight_shard import WeightShard
@@ -121,6 +122,7 @@ class ShardServer:
             raise self.error
 
     def _follow(self) -> None:
+        accelerators.set_current(self._layout.device)
         try:
             while self._is_carried_out(self._entry()):
                 pass

@@ -102,8 +102,8 @@ class DeviceThreads:
 
 
 def _settle(device: torch.device, place: int, cores: int) -> None:
+    accelerators.set_current(device)
     if accelerators.is_accelerator(device):
-        torch.accelerator.set_device_index(device)
         accelerators.seed(device, torch.initial_seed() + place)
     torch.set_num_threads(cores)
 
