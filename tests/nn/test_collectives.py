@@ -542,3 +542,25 @@ def gather_without_grad_mode() -> bool:
 
 def test_without_grad_mode_nothing_requires_a_gradient(ranks: Any) -> None:
     assert ranks(2).run(gather_without_grad_mode) == [False, False]
+
+
+def short_numbers() -> list[list[Any]]:
+    rank, group = dist.get_rank(), World.WORLD
+    own = torch.arange(4, dtype=torch.int16).view(2, 2) + 10 * rank
+    found = [
+        all_gather(own, group),
+        all_gather(own[: 2 - rank], group, sizes=[2, 1]),
+        all_to_all(own, group, [1 + rank, 1 - rank], received=[1, 2] if rank == 0 else [1, 0]),
+        broadcast(own, group, 1),
+        shift(own, group),
+    ]
+    assert all(each.dtype == torch.int16 for each in found)
+    return [each.tolist() for each in found]
+
+
+def test_numbers_that_backends_do_not_know_are_moved(ranks: Any) -> None:
+    first, second = [[0, 1], [2, 3]], [[10, 11], [12, 13]]
+    assert ranks(2).run(short_numbers) == [
+        [first + second, first + second[:1], first[:1] + second, second, second],
+        [first + second, first + second[:1], first[1:], second, first],
+    ]

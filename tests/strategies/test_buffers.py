@@ -56,3 +56,34 @@ def test_ranks_write_what_their_samples_say(ranks: Any) -> None:
 @pytest.mark.parametrize(("model", "balance"), [(normed, "equal"), (normed, "1,0"), (Centered, "1,0")])
 def test_what_one_rank_writes_or_all_alike_is_not_told(ranks: Any, model: Any, balance: str) -> None:
     assert ranks(2).run(said, model, balance) == [[], []]
+
+
+class Counting(nn.Module):
+    """Counts its samples in a type that backends do not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += len(x)
+        out: Tensor = self.layer(x)
+        return out
+
+
+def counted() -> list[int]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = RunConfig(device="cpu", steps=2, balance="3,1")
+        with Engine(_task(model=Counting), config) as engine:
+            for batch in engine.batches():
+                engine.step(batch)
+            return list(engine.model.seen.tolist())
+
+
+def test_a_buffer_of_any_type_is_that_of_one_rank(ranks: Any) -> None:
+    first, second = ranks(2).run(counted)
+    assert first == second
+    assert first[0] > 0

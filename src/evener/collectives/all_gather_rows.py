@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evener.core.message_types import sendable
+
 
 def rows_of_all(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
     """Gathers (rows of this rank, ...) to (rows of all ranks, ...), in the order of the ranks.
@@ -24,5 +26,5 @@ def rows_of_all(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup | 
 def gathered(tensor: Tensor, ranks: int, group: dist.ProcessGroup | None) -> list[Tensor]:
     """Gathers the tensors of all ranks, which must have the same shape and type."""
     found = [torch.empty_like(tensor) for _ in range(ranks)]
-    dist.all_gather(found, tensor, group=group)
+    dist.all_gather(list(map(sendable, found)), sendable(tensor), group=group)
     return found

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evener.core.message_types import sendable
 from evener.hardware.profile_ranges import named_range
 from evener.hardware.timers import waiting
 
@@ -63,4 +63,6 @@ def broadcast_together(
 ) -> None:
     """Broadcasts the tensors of rank ``source`` of ``group``, in buckets; None for all ranks. All ranks must call this
     together."""
-    sent_in_buckets(tensors, partial(dist.broadcast, group=group, group_src=source), nbytes)
+    sent_in_buckets(
+        tensors, lambda tensor: dist.broadcast(sendable(tensor), group=group, group_src=source), nbytes
+    )

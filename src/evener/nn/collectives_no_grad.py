@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from evener.core.half_precision import added_in_float32
+from evener.core.message_types import sendable
 from evener.core.phase_marks import marked
 from evener.hardware.timers import waiting
 
@@ -83,7 +84,7 @@ def gathered(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup) -> 
     pieces = torch.split(whole, list(sizes))
     with _wait("all_gather"):
         if len({*sizes}) == 1:
-            dist.all_gather(list(pieces), own, group=group)
+            dist.all_gather(list(map(sendable, pieces)), sendable(own), group=group)
         else:
             pieces[group.rank()].copy_(own)
             _broadcast_each(pieces, group)
@@ -92,7 +93,7 @@ def gathered(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup) -> 
 
 def _broadcast_each(pieces: Sequence[Tensor], group: ProcessGroup) -> None:
     works = [
-        dist.broadcast(piece, group=group, group_src=source, async_op=True)
+        dist.broadcast(sendable(piece), group=group, group_src=source, async_op=True)
         for source, piece in enumerate(pieces)
         if piece.numel()
     ]
@@ -108,7 +109,7 @@ def exchanged(
     own = _sent(x.movedim(dim, 0), group)
     came = own.new_empty(sum(received), *own.shape[1:])
     with _wait("all_to_all"):
-        dist.all_to_all_single(came, own, list(received), list(splits), group=group)
+        dist.all_to_all_single(sendable(came), sendable(own), list(received), list(splits), group=group)
     return _arrived(came, dim, x)
 
 
@@ -124,7 +125,7 @@ def copied(x: Tensor, source: int, group: ProcessGroup) -> Tensor:
     """Returns the tensor of rank ``source`` of the group."""
     moved = _sent(x, group)
     with _wait("broadcast"):
-        dist.broadcast(moved, group=group, group_src=source)
+        dist.broadcast(sendable(moved), group=group, group_src=source)
     return moved.to(x.device)
 
 
@@ -155,8 +156,8 @@ def shifting(
     own = _sent(x, group)
     came = own.new_empty(tuple(shape))
     messages = [
-        dist.P2POp(dist.isend, own, group=group, group_peer=(rank + by) % degree, tag=tag),
-        dist.P2POp(dist.irecv, came, group=group, group_peer=(rank - by) % degree, tag=tag),
+        dist.P2POp(dist.isend, sendable(own), group=group, group_peer=(rank + by) % degree, tag=tag),
+        dist.P2POp(dist.irecv, sendable(came), group=group, group_peer=(rank - by) % degree, tag=tag),
     ]
     works = dist.batch_isend_irecv(messages)
 

@@ -32,6 +32,7 @@ from evener.components import gradients
 from evener.components.coalesce import sent_in_buckets
 from evener.components.sharded_tensor.shard_spec import ShardSpec, set_shard_spec, slice_over
 from evener.core.half_precision import added_in_float32
+from evener.core.message_types import sendable
 from evener.data.feature_slice import columns_of, divide_columns
 from evener.distributed.mesh import Layout, Mesh
 from evener.errors import ConfigurationError, TaskError
@@ -187,7 +188,9 @@ class ReplicatedGradSync(SynchronizerAround):
 
     def _share(self, tensors: Iterable[Tensor]) -> None:
         """Broadcasts the tensors of the first rank to all ranks of the axis."""
-        self._together(tensors, lambda tensor: dist.broadcast(tensor, group=self._group, group_src=0))
+        self._together(
+            tensors, lambda tensor: dist.broadcast(sendable(tensor), group=self._group, group_src=0)
+        )
 
     def _sum(self, tensors: Iterable[Tensor]) -> None:
         """Sums the tensors over the ranks of the axis."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evener.components.sharded_tensor.local import local, off_host
+from evener.core.message_types import sendable
 from evener.distributed.mesh import Mesh
 from evener.errors import ConfigurationError
 from evener.hardware.timers import waiting
@@ -144,7 +145,7 @@ class ShardSpec:
             shape = [*own.shape[: self.dim + 1], len(piece), *own.shape[self.dim + 2 :]]
             held = own.contiguous() if index == self.index else part.new_empty(shape)
             with waiting():
-                dist.broadcast(held, group=group, group_src=index)
+                dist.broadcast(sendable(held), group=group, group_src=index)
             pieces.append(held)
         return torch.cat(pieces, self.dim + 1).flatten(self.dim, self.dim + 1)
 

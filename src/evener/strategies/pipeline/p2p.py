@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evener.core.message_types import sendable
 from evener.core.phase_marks import marked
 from evener.distributed.mesh import Mesh
 from evener.hardware.timers import waiting
@@ -62,13 +63,13 @@ class P2PChannel:
         group = self._group(self._index, to)
         for tensor in tensors:
             moved = tensor.detach().contiguous()
-            work = dist.isend(moved, group=group, group_dst=to)
+            work = dist.isend(sendable(moved), group=group, group_dst=to)
             self._under_way.append((work, moved))
 
     def receive(self, rooms: Sequence[Tensor], source: int) -> list[dist.Work | None]:
         """Begins to receive the next tensors of rank ``source`` of the axis into ``rooms``. :meth:`wait` ends it."""
         group = self._group(source, self._index)
-        return [dist.irecv(room, group=group, group_src=source) for room in rooms]
+        return [dist.irecv(sendable(room), group=group, group_src=source) for room in rooms]
 
     @cached_property
     def runs_ahead(self) -> bool:

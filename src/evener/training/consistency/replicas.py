@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evener.components.coalesce import broadcast_together
 from evener.components.optim.stand_ins import states_of
 from evener.components.sharded_tensor.local import local, off_host
 from evener.components.sharded_tensor.shard_spec import shard_spec
@@ -387,8 +388,7 @@ class ReplicaCheck:
     def _right(self, numbers: Tensor, group: dist.ProcessGroup | None, source: int) -> Tensor:
         """Returns the values of rank ``source`` of the group."""
         sent = off_host(numbers, self._mesh).clone(memory_format=torch.contiguous_format)
-        with waiting():
-            dist.broadcast(sent, group=group, group_src=source)
+        broadcast_together([sent], group, source, sent.nbytes)
         return sent.to(numbers.device)
 
 
