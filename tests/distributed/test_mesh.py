@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evener.distributed import mesh as meshes
 from evener.distributed.mesh import AXES, DIVIDING_SAMPLES, DIVIDING_TERMS, Layout, Mesh
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError
@@ -180,6 +181,25 @@ def test_a_group_is_made_once_and_that_of_all_ranks_is_the_world(ranks: Any) -> 
             )
 
     assert ranks(4).run(same) == [(True,) * 5] * 4
+
+
+def test_nothing_is_outstanding_on_what_nccl_splits(ranks: Any) -> None:
+    def called(backend: str) -> list[str]:
+        order, made = list[str](), dist.new_group
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            order.append("split")
+            return made(*args, **kwargs)
+
+        with meshed(TWO) as mesh, pytest.MonkeyPatch.context() as patched:
+            patched.setattr(meshes, "backends_of", lambda group: {backend})
+            patched.setattr(torch.cuda, "synchronize", lambda: order.append("wait"))
+            patched.setattr(dist, "new_group", noted)
+            mesh.new_group("tensor")
+        return order
+
+    assert ranks(4).run(called, "nccl") == [["wait", "split", "split"]] * 4
+    assert ranks(4).run(called, "gloo") == [["split", "split"]] * 4
 
 
 def test_groups_are_given_back_on_close(ranks: Any) -> None:

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from evener.core.config import strategy_names as short_names
 from evener.distributed.hosts import connected, destroy
 from evener.errors import ConfigurationError
+from evener.torch_internals.process_groups import backends_of
 
 AXES = short_names.AXES
 """The axes, ordered from least to most communication: neighbors on the last axis are the first to share a host."""
@@ -228,6 +229,8 @@ class Mesh:
         """Creates a new process group of :meth:`ranks`. All ranks of the world must call this together."""
         if self.world is None or math.prod(map(self.degree, axes)) == 1:
             return None
+        if "nccl" in backends_of(self.world):
+            torch.cuda.synchronize()  # NCCL splits off a communicator on which nothing is outstanding
         mine = None
         for ranks in self.layout.slices(axes):
             made = dist.new_group(list(ranks), timeout=self._group_timeout)
