@@ -86,6 +86,18 @@ def test_a_group_that_was_there_is_used_and_left(ranks: Any) -> None:
     assert ranks(2).run(twice_in_an_existing_group) == [(True, 2, True)] * 2
 
 
+def test_a_group_that_was_there_moves_tensors_of_the_device() -> None:
+    """As one of NCCL alone, where a run is to be on the CPU."""
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigurationError, match="moves tensors of cuda, not of cpu: leave") as raised:
+            Session(device="cpu").__enter__()
+        assert "set device to 'cuda'" in str(raised.value)
+        assert current_watchdog() is None
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_lost_connection_names_the_rank_that_left(ranks: Any) -> None:
     message, _ = ranks(2).run(explain_a_lost_connection)
     assert message.startswith("rank 1 has left; but rank 0 waits in all-reduce of step 41")

@@ -227,8 +227,18 @@ class Session:
                     "device mixed, and there is a process group already: its backend decides what can meet; leave "
                     "init_process_group to Evener, or name one kind of device"
                 )
+            self._check_moved()
             return default_store()
         return open_store(self.environment, self.timeout_seconds)
+
+    def _check_moved(self) -> None:
+        moved = [each.partition(":")[0] for each in dist.get_backend_config().split(",")]
+        if self._kind not in (*moved, "meta"):
+            raise ConfigurationError(
+                f"the process group that exists already moves tensors of {' and '.join(moved)}, not of {self._kind}: "
+                "leave init_process_group to Evener, name a backend for each kind of device, as in "
+                f"init_process_group('cpu:gloo,cuda:nccl'), or set device to {moved[0]!r}"
+            )
 
     def _enter_watchdog(self, stack: ExitStack, store: Store) -> Watchdog:
         shared = current_watchdog()
