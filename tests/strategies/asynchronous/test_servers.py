@@ -14,6 +14,7 @@ from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.errors import ConfigurationError, EvenerError, RankError
 from evener.hardware import accelerators
+from evener.hardware.timers import HostStopwatch
 from evener.strategies import Asynchronous
 from evener.strategies.asynchronous.ledger import ages
 from evener.training.engine import Engine
@@ -121,6 +122,26 @@ def test_threads_of_servers_have_the_device_of_their_rank(
     """They update weights there, and a thread begins with the first device of the process."""
     found = ranks(2).run(devices_of_threads, servers)
     assert found == [[(False, torch.device("cpu"))] * number for number in of_ranks]
+
+
+def threads_that_pause() -> tuple[bool, bool]:
+    """Whether the main thread pauses the clock of its work, and whether another thread does."""
+    pausing, main = set[bool](), threading.current_thread()
+    pause = HostStopwatch.pause
+
+    def paused(watch: HostStopwatch) -> None:
+        pausing.add(threading.current_thread() is main)
+        pause(watch)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(HostStopwatch, "pause", paused)
+        strategy = Asynchronous(staleness=0, sync_every=4, servers=2)
+        trained(synchronized, {"strategy": strategy, "epochs": 1, "clip_norm": 0.05})
+    return True in pausing, False in pausing
+
+
+def test_waits_of_a_server_are_none_of_its_rank_s_worker(ranks: Any) -> None:
+    assert ranks(2).run(threads_that_pause) == [(True, False)] * 2
 
 
 class Failing(torch.optim.SGD):

@@ -59,14 +59,15 @@ class ServerLog:
 
     def end(self) -> None:
         """Ends the section, and waits until all servers have read the log."""
-        self._send([_END])
-        self._keep(0)
+        with waiting():
+            self._send([_END])
+            self._keep(0)
 
     def _keep(self, most: int) -> None:
-        """Waits until at most so many entries are on their way."""
-        with waiting():
-            while len(self._sent) > most:
-                self._sent.popleft()[0].wait()
+        """Waits until at most so many entries are on their way. The threads of other workers call this while that of
+        this rank computes, whose clock goes on."""
+        while len(self._sent) > most:
+            self._sent.popleft()[0].wait()
 
     def _send(self, numbers: Sequence[float], has_gradient: Sequence[float] = ()) -> None:
         self._keep(_MOST_ENTRIES)

@@ -348,10 +348,10 @@ class AsynchronousSteps(Plain):
 
 
 def _sum_over(group: dist.ProcessGroup, value: Tensor) -> Tensor:
-    """Returns the sum of a number over the ranks of a gloo group."""
+    """Returns the sum of a number over the ranks of a gloo group, for a server: the clock of its rank's worker goes
+    on."""
     total = value.detach().cpu().reshape(1).clone()
-    with waiting():
-        dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=group)
     return total[0].to(value.device)
 
 
