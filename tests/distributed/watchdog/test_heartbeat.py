@@ -110,6 +110,22 @@ def test_what_a_collective_is_given_in_short() -> None:
     assert in_short([]) == in_short(None) == in_short(["x"]) == ""
 
 
+def test_a_rank_that_destroys_its_groups_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NCCL it does, and another rank may have work to do before."""
+    gate, samples = threading.Event(), list[ThreadSample]()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.new_group([0])
+        held = eval("lambda name: gate.wait()", {"gate": gate})  # code of a library
+        with monkeypatch.context() as patched, looking(MainThread(), samples, gate.set):
+            patched.setattr(dist.distributed_c10d, "_unregister_process_group", held)
+            dist.destroy_process_group(group)
+        assert samples[-1].still_seconds >= 0.1
+        assert samples[-1].call is None
+    finally:
+        dist.destroy_process_group()
+
+
 def late(rank: int) -> tuple[str | None, str]:
     """Of a rank whose peer is late, how its wait in a collective looks."""
     dist.barrier()

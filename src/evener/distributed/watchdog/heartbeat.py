@@ -33,6 +33,9 @@ _WAITING_CODE = (
     _TORCH + os.path.join("autograd", ""),
     _TORCH + "_tensor.py",
 )
+_NO_WAITS = ("wrapper", "destroy_process_group")
+"""Functions there that are no waits with a limit. NCCL destroys a group when all of its ranks do, and one of them may
+have work to do before, such as to write what was trained."""
 _PAYLOADS = ("tensor", "tensors", "input_tensor", "input", "input_tensor_list", "input_list", "scatter_list")
 """Names of the collectives' parameters for the data that a rank sends."""
 _DEBUGGERS = (f"{os.sep}pdb.py", f"{os.sep}pydevd.py")
@@ -223,7 +226,7 @@ def _waiting_frame(frames: list[FrameType]) -> FrameType | None:
         if _is_user(frame):
             break
         code = frame.f_code
-        if code.co_filename.startswith(_WAITING_CODE) and code.co_name != "wrapper":
+        if code.co_filename.startswith(_WAITING_CODE) and code.co_name not in _NO_WAITS:
             found = frame
     return found
 
