@@ -26,7 +26,6 @@ Everything else is in one small file::
 :mod:`.structure`     checks the parts that are not tensors
 :mod:`.checksums`     checksums
 :mod:`.tensor_index`  names, types, shapes and places of the tensors
-:mod:`.inert_pickle`  reads PyTorch's pickle, for earlier versions
 :mod:`.rng_state`     the states of random generators as a tensor
 :mod:`.digest`        digest of weights
 ====================  ===========================================================

@@ -21,7 +21,7 @@ from evener.checkpoint import structure as form
 from evener.checkpoint.dcp_planner import PieceLoader, ShardPiece, quiet
 from evener.checkpoint.remote.fetch import fetched
 from evener.checkpoint.run_mark import UNMARKED, Identity, identity_in
-from evener.checkpoint.tensor_index import IndexReader, files_of, index_in, index_name
+from evener.checkpoint.tensor_index import INDEX, IndexReader, files_of, index_in
 from evener.components.optim.nested_state import with_tensors
 from evener.components.state_dict import HeldState
 from evener.core.text import said, shortened
@@ -96,7 +96,7 @@ class StoredCheckpoint:
     @property
     def files(self) -> set[str]:
         """The names of all files that are read from it."""
-        return {folder.REST, index_name(self.path), *files_of(self.index)}
+        return {folder.REST, INDEX, *files_of(self.index)}
 
     def _of(self, *prefixes: str) -> Iterator[tuple[str, TensorStorageMetadata]]:
         return ((key, entry) for key, entry in self.stored().items() if key.startswith(prefixes))

@@ -2,8 +2,8 @@
 
 PyTorch keeps this in a pickle, ``.metadata``, and reads it without checking what code the pickle would run. Evener
 writes and reads JSON, and gives PyTorch the object that it would have read. The pickle is still written for PyTorch's
-tools. It is read, by `inert_pickle`, only in checkpoints from before the JSON existed. Neither source is trusted:
-types, shapes, file names and lengths are checked against each other and against the files.
+tools, and not read. The JSON is not trusted either: types, shapes, file names and lengths are checked against each
+other and against the files.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from evener.checkpoint.inert_pickle import Made, PickledName, read
-from evener.files import read_bytes, read_json
+from evener.files import read_json
 
 INDEX = "tensors.json"
 PICKLE = ".metadata"
@@ -83,22 +82,14 @@ class IndexReader(FileSystemReader):
         return self._metadata
 
 
-def index_name(place: Path) -> str:
-    """Returns the name of a checkpoint's index file."""
-    return INDEX if os.path.lexists(place / INDEX) else PICKLE
-
-
 def index_in(place: Path) -> Metadata:
     """Returns the index of a checkpoint.
 
     Raises:
         OSError: If it, or a file that it names, cannot be read.
         ValueError: If it is no index, or contradicts itself or the files.
-        pickle.UnpicklingError: If it is a pickle of something else.
     """
-    is_json = index_name(place) == INDEX
-    rows = read_json(place / INDEX) if is_json else _pictured(read(read_bytes(place / PICKLE)))
-    return _metadata(rows, _Files(place))
+    return _metadata(read_json(place / INDEX), _Files(place))
 
 
 def files_of(metadata: Metadata) -> set[str]:
@@ -239,73 +230,3 @@ def _size(numbers: list[Any]) -> torch.Size:
     if any(not 0 <= number < _MOST_NUMBERS for number in numbers) or math.prod(numbers) >= _MOST_NUMBERS:
         raise ValueError("a shape has a negative length, or one of more numbers than there can be")
     return torch.Size(numbers)
-
-
-# From PyTorch's pickle
-
-
-_MODULE = "torch.distributed.checkpoint"
-
-
-def _pictured(found: Any) -> dict[str, Any]:
-    """Returns the rows that a read pickle of PyTorch describes."""
-    state = _state(found, f"{_MODULE}.metadata", "Metadata")
-    places = {}
-    for key, value in _at(state, "storage_data", dict).items():
-        at = _state(key, f"{_MODULE}.metadata", "MetadataIndex")
-        places[_at(at, "fqn", str), tuple(_numbers(at.get("offset")))] = _stored(value)
-    return {
-        _checked(key, str, "a key"): _row(key, value, places)
-        for key, value in _at(state, "state_dict_metadata", dict).items()
-    }
-
-
-def _stored(value: Any) -> dict[str, Any]:
-    info = _state(value, f"{_MODULE}.filesystem", "_StorageInfo")
-    if info.get("transform_descriptors"):
-        raise ValueError("its pieces are transformed, which Evener does not do")
-    return {
-        new: info.get(old)
-        for new, old in (("file", "relative_path"), ("start", "offset"), ("length", "length"))
-    }
-
-
-def _row(key: Any, value: Any, places: Mapping[Any, Any]) -> dict[str, Any]:
-    entry = _state(value, f"{_MODULE}.metadata", "TensorStorageMetadata")
-    properties = entry.get("properties")
-    held = properties.state if isinstance(properties, Made) else None
-    dtype = held[0] if isinstance(held, tuple) and held else None
-    if not isinstance(dtype, PickledName) or dtype.module != "torch":
-        raise ValueError(f"{key!r} has no type of numbers")
-    pieces = []
-    for chunk in _at(entry, "chunks", list):
-        at = _state(chunk, f"{_MODULE}.metadata", "ChunkStorageMetadata")
-        offsets, sizes = _numbers(at.get("offsets")), _numbers(at.get("sizes"))
-        pieces.append({"offsets": offsets, "sizes": sizes, **places.get((key, tuple(offsets)), {})})
-    return {"dtype": dtype.name, "size": _numbers(entry.get("size")), "pieces": pieces}
-
-
-def _kind(value: Any) -> PickledName | None:
-    return value.kind if isinstance(value, Made) else None
-
-
-def _state(value: Any, module: str, name: str) -> dict[str, Any]:
-    """Returns the attributes of an object of that class.
-
-    Raises:
-        ValueError: If ``value`` is of another class.
-    """
-    if _kind(value) != PickledName(module, name) or type(value.state) is not dict:
-        raise ValueError(f"it has no {name} where one is needed: it may run code")
-    state: dict[str, Any] = value.state
-    return state
-
-
-def _numbers(value: Any) -> list[Any]:
-    """Returns the numbers of a ``torch.Size``."""
-    if _kind(value) != PickledName("torch", "Size") or len(value.arguments) != 1:
-        raise ValueError("it has no torch.Size where one is needed")
-    return [
-        _checked(number, int, "a number of a torch.Size")
-        for number in _checked(value.arguments[0], tuple, "torch.Size")
-    ]
