@@ -252,21 +252,6 @@ def test_a_trial_of_a_rank_that_changes_its_speed_ends() -> None:
     assert auto.decisions[0].step < 28
 
 
-def test_a_state_from_before_there_were_trials_goes_on() -> None:
-    ranks = [Rank(0.004, 0.0002), Rank(0.004, 0.0006)]
-    auto, later = BySpeed(2), BySpeed(2)
-    simulate(auto, ranks, 128, 80)
-    state = auto.state_dict()
-    for name in ("differ", "level", "doubt", "equal", "trial", "check", "before"):
-        del state[name]
-    for model in state["models"]:
-        for name in ("memory", "prior_sigma", "shelf"):
-            del model[name]
-    state["rules"] = [[at, division[0], probe] for at, division, _, probe in state["rules"]]
-    later.load_state_dict(json.loads(json.dumps(state)))
-    assert max(step.excess for step in simulate(later, ranks, 128, 60, first=80)) < 0.10
-
-
 @pytest.mark.parametrize(("price", "tried"), [(0.00023, True), (0.0006, False)])
 def test_shares_that_are_not_surely_better_are_tried_against_equal_ones(price: float, tried: bool) -> None:
     auto = BySpeed(2, policy=Policy(equal_steps=20))

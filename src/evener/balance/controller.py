@@ -198,16 +198,8 @@ class Controller(Balancer):
         self._observed, self._first_step = state["observed"], state["first_step"]
         self._next_look, self._next_probe = state["next_look"], list(state["next_probe"])
         self._batch_size, self._pause = state["batch_size"], state["pause"]
-        self._changed = dict(state["changed"])
-        if "level" in state:  # absent in the state of a version without trials
-            self._load_trials(state)
-
-    def _load_trials(self, state: dict[str, Any]) -> None:
-        self._differ, self._level, self._doubt = (
-            state["differ"],
-            state["level"],
-            Backoff.from_values(state["doubt"]),
-        )
+        self._changed, self._differ, self._level = dict(state["changed"]), state["differ"], state["level"]
+        self._doubt = Backoff.from_values(state["doubt"])
         self._next_equal, self._pause_equal = state["equal"]
         self._trial, self._check = (
             DivisionComparison.from_values(state[name]) if state[name] else None

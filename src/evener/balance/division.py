@@ -125,9 +125,6 @@ class Rule:
 
     @classmethod
     def from_values(cls, values: Sequence[Any]) -> Rule:
-        if len(values) == 3:  # written before divisions could take turns
-            effective, lines, probe = values
-            return cls(effective, Division.from_values((lines, ())), probe=probe)
         effective, division, challenger, probe = values
         tried = Division.from_values(challenger) if challenger else None
         return cls(effective, Division.from_values(division), tried, probe)

@@ -234,10 +234,7 @@ class SpeedModel:
         self._count = state["count"]
         vars(self._cusum).update(state["cusum"])
         self._baseline = Fit.from_values(state["baseline"]) if state["baseline"] else None
-        # Older versions did not save these; then the defaults apply.
-        self._memory = state.get("memory", USUAL_MEMORY)
-        self._prior_sigma = state.get("prior_sigma", PRIOR_SIGMA)
-        shelf = state.get("shelf")
+        self._memory, self._prior_sigma, shelf = state["memory"], state["prior_sigma"], state["shelf"]
         self._shelf = (Fit.from_values(shelf[0]), _sizes_of(shelf[1])) if shelf else None
 
     def _add(self, n: float, seconds: float) -> None:
