@@ -318,6 +318,17 @@ def test_collectives_are_counted_for_a_step(tmp_path: Path) -> None:
     )
 
 
+def test_a_step_may_be_a_round_of_many_batches(tmp_path: Path) -> None:
+    counted = {"name": "all_reduce", "algorithm": "ring", "nbytes": 1024, "calls": 20}
+    summary = {"batch_size": 8, "steps": 30, "samples_in_seconds": 640, "collectives": [counted]}
+    records = [step(at, samples=32, shares=[24, 8]) for at in range(30)]
+    run = directory(tmp_path / "run", records, config={"batch_size": 8}, summary=summary)
+    attempts(run, start(0), start(10, run={"steps_done": 10}))
+    report = report_of(run)
+    assert report.collectives[0].calls_per_step == 1.0, "of the 20 steps since the last start"
+    assert [rank.sample_seconds for rank in report.ranks] == pytest.approx([0.1 / 24, 0.1 / 8], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("times", "found"),
     [

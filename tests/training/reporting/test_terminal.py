@@ -96,8 +96,9 @@ def test_the_digest_is_told_beside_what_it_depends_on() -> None:
 def test_a_live_line_is_rewritten_and_evaluations_stay(clock: Clock) -> None:
     screen = Screen()
     shown = following(40, screen)
-    clock.now += 2
-    shown.step(step(9, loss=0.5))
+    for number in range(10):
+        clock.now += 0.2
+        shown.step(step(number, loss=0.5))
     shown.evaluation(EvaluationRecord(10, 0, {"loss": 0.5, "accuracy": 0.75}, samples=9, seconds=0.1))
     shown.end(None)
     text = screen.getvalue()
@@ -126,10 +127,21 @@ def test_without_a_terminal_there_are_whole_lines_now_and_then(clock: Clock) -> 
 def test_speed_is_that_of_this_run_where_it_goes_on_from_another(clock: Clock) -> None:
     out = io.StringIO()
     shown = following(40, out, done=30)
-    clock.now += 10
-    shown.step(step(34, epoch=3))
+    for number in range(30, 35):
+        clock.now += 10 if number == 34 else 0
+        shown.step(step(number, epoch=3))
     shown.end(None)
     assert out.getvalue() == "step 35 of 40, epoch 4, train loss 0.2500, 4 samples/s, 00:10 left\n"
+
+
+def test_samples_are_those_of_steps_and_not_of_batches(clock: Clock) -> None:
+    """A step may be a round of many batches, and the last batch of an epoch a small one."""
+    out = io.StringIO()
+    shown = following(40, out)
+    for number in range(2):
+        clock.now += 4
+        shown.step(dataclasses.replace(step(number), samples=90 - 20 * number))
+    assert "20 samples/s" in out.getvalue().splitlines()[-1]
 
 
 def test_a_run_of_unknown_length_has_no_time_left(clock: Clock) -> None:

@@ -114,7 +114,7 @@ def report_of(run: Path, calibration: Path | None = None) -> Report:
         Verdict("", True),
         Goodput(),
         evaluations=tuple(happened.evaluations),
-        collectives=tuple(_collectives(summary, steps.bins.rows)),
+        collectives=tuple(_collectives(summary, start, steps.bins.rows)),
         events=tuple(happened.events(identity.steps)),
         attempts=tuple(happened.attempts),
         merges=happened.merges(
@@ -181,8 +181,7 @@ def _ranks(
     names = (COMPUTE, WAITING, COMMUNICATION, INPUT, FORWARD, BACKWARD)
     totals = {name: tables.totals(name) for name in names}
     medians = {name: tables.medians(name) for name in names}
-    batch_size = report.identity.batch_size or report.identity.samples / tables.number
-    shares, each = tables.totals(schema.SHARE) / tables.number, tables.sample_seconds(batch_size)
+    shares, each = tables.totals(schema.SHARE) / tables.number, tables.sample_seconds()
     slowest = tables.slowest()
     links, of_ranks = _list(summary.get("link_seconds")), _list(summary.get("ranks"))
 
@@ -239,10 +238,9 @@ def _entry(values: Any, rank: int, kind: type = int) -> Any:
     return found if type(found) is kind else None
 
 
-def _collectives(summary: Mapping[str, Any], steps: int) -> Sequence[Collective]:
-    """Returns the collectives that the summary counts, as calls in a step since the start or the resume."""
-    batch, samples = _whole(summary.get("batch_size")), _whole(summary.get("samples_in_seconds"))
-    taken = -(-samples // batch) if batch and samples else steps
+def _collectives(summary: Mapping[str, Any], start: Mapping[str, Any], steps: int) -> Sequence[Collective]:
+    """Returns the collectives that the summary counts, as calls in a step since the last start of the ranks."""
+    taken = _whole(_whole(summary.get("steps")) - _whole(start.get("steps_done"))) or steps
     found = [each for each in _list(summary.get("collectives"))[:1000] if isinstance(each, dict)]
     return [
         Collective(

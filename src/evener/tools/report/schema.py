@@ -365,8 +365,8 @@ class Report:
     columns: Columns = Columns()
     series: tuple[Series, ...] = ()
     ranks: tuple[RankTotals, ...] = ()
-    """All ranks in order; empty if no step has times by rank. At most `evener.tools.report.gather.MOST_RANKS` of them
-    have series of their own."""
+    """All ranks in order; empty if no step has times by rank. At most `evener.tools.report.step_series.MOST_RANKS` of
+    them have series of their own."""
     evaluations: tuple[EvaluationPoint, ...] = ()
     memory: tuple[MemoryOfRank, ...] = ()
     collectives: tuple[Collective, ...] = ()

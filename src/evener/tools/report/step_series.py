@@ -163,10 +163,13 @@ class StepTables:
         first = np.nan_to_num(busy, nan=-1.0).argmax(axis=1) if busy.size else np.empty(0, dtype=np.int64)
         return np.bincount(first, minlength=busy.shape[1]) / max(1, len(busy))
 
-    def sample_seconds(self, batch_size: float) -> Numbers:
-        """Returns the median compute seconds per sample of each rank; NaN for a rank without samples."""
+    def sample_seconds(self) -> Numbers:
+        """Returns the median compute seconds per sample of each rank; NaN for a rank without samples. A step counts as
+        many samples as the steps of its column have on average: it may be a round of many batches."""
+        bins = self.steps.bins
         with np.errstate(invalid="ignore", divide="ignore"):
-            each = self._rows[COMPUTE] / (self._rows[SHARE] * batch_size)
+            samples = (bins.total[:, SAMPLES] / bins.known[:, SAMPLES])[self._columns_of_rows]
+            each = self._rows[COMPUTE] / (self._rows[SHARE] * samples[:, None])
         return np.array([_median(column[np.isfinite(column)]) for column in each.T])
 
     def first_input(self) -> Numbers:

@@ -124,12 +124,15 @@ def _balance_advice(report: Report, ranks: Sequence[RankTotals], step: float) ->
     A rank with t seconds per sample takes s t for s samples. With shares by speed all ranks take N / sum(1 / t) for N
     samples together.
     """
-    each, batch_size = [rank.sample_seconds for rank in ranks], report.identity.batch_size
+    each = [rank.sample_seconds for rank in ranks]
     if report.identity.plain_script or report.identity.learns:
         return "", None
-    if not batch_size or not all(each) or sum(rank.share for rank in ranks) > _SHARED:
+    if not all(each) or sum(rank.share for rank in ranks) > _SHARED:
         return "", None
-    balanced = batch_size / sum(1 / seconds for seconds in each if seconds)
+    samples = sum(
+        rank.medians[COMPUTE] / seconds for rank, seconds in zip(ranks, each, strict=True) if seconds
+    )
+    balanced = samples / sum(1 / seconds for seconds in each if seconds)
     longest = max(rank.medians[COMPUTE] for rank in ranks)
     gain = step / max(step - longest + balanced, 1e-9)
     return ("--balance auto", gain) if gain >= _GAIN else ("", None)

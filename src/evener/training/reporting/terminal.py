@@ -47,10 +47,9 @@ class Terminal(Observer):
     def start(self, run: RunStart) -> None:
         self._stream = unheard(self._given or sys.stderr)  # a closed stream does not stop the run
         self._total = run.total_steps
-        self._batch_size = run.batch_size
-        self._first = run.steps_done
+        self._samples = 0
         self._began = self._last_line = time.monotonic()
-        self._times = deque([(self._began, self._first)], maxlen=_RECENT_STEPS + 1)
+        self._times = deque([(self._began, run.steps_done, 0)], maxlen=_RECENT_STEPS + 1)
         self._losses = _Mean()
         self._lr = math.nan
         live = _is_live(self._stream, os.environ)
@@ -81,7 +80,8 @@ class Terminal(Observer):
     def step(self, record: StepRecord) -> None:
         done = record.step + 1
         self._recent.add(record)
-        self._times.append((time.monotonic(), done))
+        self._samples += record.samples
+        self._times.append((time.monotonic(), done, self._samples))
         self._losses.add(record.loss, record.samples)
         self._lr = record.lr
         self.show(record)
@@ -117,7 +117,7 @@ class Terminal(Observer):
         return True
 
     def _state(self, record: StepRecord) -> str:
-        return f"train loss {record.loss:.4f}, {self._speed() * self._batch_size:,.0f} samples/s"
+        return f"train loss {record.loss:.4f}, {self._speed()[1]:,.0f} samples/s"
 
     def event(self, record: Any) -> None:
         self._print(record.words)
@@ -127,7 +127,7 @@ class Terminal(Observer):
         trained = f" train loss {self._losses.value:.4f}, lr {self._lr:g};" if self._losses.weight else ""
         self._print(f"epoch {record.epoch + 1}:{trained} evaluation: {values}")
         self._losses = _Mean()
-        self._times = deque([(time.monotonic(), record.step)], maxlen=_RECENT_STEPS + 1)
+        self._times = deque([(time.monotonic(), record.step, self._samples)], maxlen=_RECENT_STEPS + 1)
 
     def where(self, record: StepRecord) -> str:
         """Returns step and epoch as text."""
@@ -154,13 +154,15 @@ class Terminal(Observer):
         tqdm.write(fitted(line, self._stream), file=self._stream)
         self._stream.flush()
 
-    def _speed(self) -> float:
-        """Returns the steps per second, over the last steps since an evaluation."""
-        (began, first), (now, done) = self._times[0], self._times[-1]
-        return (done - first) / max(1e-9, now - began)
+    def _speed(self) -> tuple[float, float]:
+        """Returns the steps and the samples per second, over the last steps since an evaluation. A step may be a round
+        of many batches."""
+        (began, first, before), (now, done, samples) = self._times[0], self._times[-1]
+        seconds = max(1e-9, now - began)
+        return (done - first) / seconds, (samples - before) / seconds
 
     def _left(self, done: int) -> str:
-        speed = self._speed()
+        speed, _ = self._speed()
         if self._total is None or not speed:
             return ""
         return f", {tqdm.format_interval((self._total - done) / speed)} left"
