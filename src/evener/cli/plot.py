@@ -34,12 +34,13 @@ def execute(arguments: argparse.Namespace) -> int:
     from evener.core.os_errors import storage_errors
     from evener.core.text import printable
     from evener.files import replace_text
-    from evener.training.reporting.plot import RunSteps, drawn, title
+    from evener.tools.report.gather import report_of
+    from evener.tools.report.plot import drawn, title
 
     out = arguments.out
     if out.exists() and not arguments.overwrite:
         raise ConfigurationError(f"{out} is there already: name another file with --out, or give --overwrite")
-    runs = [RunSteps.from_directory(run) for run in arguments.runs]
+    runs = [report_of(run) for run in arguments.runs]
     text = drawn(runs)
     with storage_errors(f"the drawing cannot be written to {out}"):
         replace_text(out, text, follow=True)

@@ -57,6 +57,12 @@ def test_the_times_of_the_ranks_add_up(tmp_path: Path) -> None:
     assert report.samples_per_second == pytest.approx(8 / 0.42, rel=1e-5)
 
 
+def test_times_of_nothing_name_no_rank(tmp_path: Path) -> None:
+    for took in (0.0, -1.0):
+        records = [step(at, (took, took), input_seconds=[]) for at in range(9)]
+        assert report_of(directory(tmp_path / "run", records)).verdict.healthy
+
+
 def test_the_slowest_rank_of_each_step_is_counted(tmp_path: Path) -> None:
     records = [step(at, (0.1, 0.3) if at % 4 else (0.3, 0.1)) for at in range(20)]
     assert [rank.slowest for rank in report_of(directory(tmp_path / "run", records)).ranks] == [0.25, 0.75]

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from statistics import median
 
+from evener.tools.plan.text import seconds_text
 from evener.tools.report.schema import (
     BACKWARD,
     COMMUNICATION,
@@ -47,7 +48,7 @@ def straggler(report: Report) -> Iterator[Cause]:
     typical = median(busy[rank.rank] for rank in others)
     longer, step = busy[slow.rank] - typical, step_seconds(ranks)
     is_steady = slow.slowest is None or slow.slowest >= _STEADY
-    if longer < WORTH * step or busy[slow.rank] < _SLOWER * typical or not is_steady:
+    if longer <= 0 or longer < WORTH * step or busy[slow.rank] < _SLOWER * typical or not is_steady:
         return
     kind, what = _kind(report, slow, others)
     who = f"rank {others[0].rank} waits" if len(others) == 1 else "the other ranks wait"
@@ -70,13 +71,13 @@ def _kind(report: Report, slow: RankTotals, others: Sequence[RankTotals]) -> tup
     """Returns the kind of the cause, and a description with numbers."""
     longer = {name: _longer(slow, others, name) for name in (INPUT, FORWARD, BACKWARD, COMPUTE)}
     if longer[INPUT] >= max(0.0, longer[COMPUTE]):
-        return "slow loader", f"which waits {_ms(slow.medians[INPUT])} for its samples"
+        return "slow loader", f"which waits {seconds_text(slow.medians[INPUT])} for its samples"
     if _is_throttled(report, slow.rank):
         return "slow rank", "which --throttle makes slower"
     if _has_more(report, slow, others):
         return "uneven shares", f"which has {slow.share:.0%} of the samples, each as fast as on other ranks"
     ratios = {name: _ratio(slow, others, name) for name in (FORWARD, BACKWARD, COMPUTE)}
-    takes = f"{_ms(slow.medians[COMPUTE])} for its passes, {ratios[COMPUTE]:.1f}x the time of others"
+    takes = f"{seconds_text(slow.medians[COMPUTE])} for its passes, {ratios[COMPUTE]:.1f}x the time of others"
     forward, backward = ratios[FORWARD], ratios[BACKWARD]
     if math.isnan(forward) or math.isnan(backward):
         return "slow rank", f"which takes {takes}"
@@ -85,7 +86,7 @@ def _kind(report: Report, slow: RankTotals, others: Sequence[RankTotals]) -> tup
     name = FORWARD if longer[FORWARD] > longer[BACKWARD] else BACKWARD
     return (
         f"slow {name}",
-        f"whose {name} takes {_ms(slow.medians[name])}, {ratios[name]:.1f}x the time of others",
+        f"whose {name} takes {seconds_text(slow.medians[name])}, {ratios[name]:.1f}x the time of others",
     )
 
 
@@ -156,7 +157,3 @@ def loading_advice(report: Report, rank: RankTotals, seconds: float, step: float
     if needed > max(1, free):
         return "", None
     return f"--workers {needed}", step / rest
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

@@ -15,6 +15,7 @@ from statistics import median
 from evener.core.config.sizes import size_words
 from evener.core.text import counted
 from evener.tools.plan.checkpoint_interval import daly_interval
+from evener.tools.plan.text import seconds_text
 from evener.tools.report.schema import (
     COMMUNICATION,
     COMPUTE,
@@ -112,7 +113,7 @@ def _words(report: Report, causes: Sequence[Cause]) -> str:
         shown = [
             f"{seconds / whole:.0%} {name}" for name, seconds in parts.items() if seconds / whole >= 0.01
         ]
-        spent = f"of {_duration(whole)} of training, {', '.join(shown)}"
+        spent = f"of {seconds_text(whole)} of training, {', '.join(shown)}"
     if not causes:
         return f"Nothing stands out: {spent}."
     first = "; ".join(_with_advice(cause) for cause in causes[:_SHOWN])
@@ -125,13 +126,6 @@ def _with_advice(cause: Cause) -> str:
         return cause.words
     gain = f", training would be {cause.gain:.2f}x as fast" if cause.gain is not None else ""
     return f"{cause.words}: with {cause.advice}{gain}"
-
-
-def _duration(seconds: float) -> str:
-    for unit, length in (("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.3g} s"
 
 
 # The causes
@@ -152,7 +146,7 @@ def _loading(report: Report, slow: Sequence[Cause]) -> Iterator[Cause]:
     if not ranks or any(cause.kind == "slow loader" for cause in slow):
         return
     seconds, step = min(rank.medians[INPUT] for rank in ranks), step_seconds(ranks)
-    if seconds < WORTH * step:
+    if seconds <= 0 or seconds < WORTH * step:
         return
     latest = max(ranks, key=lambda rank: rank.medians[INPUT])
     advice, gain = loading_advice(report, latest, seconds, step)
@@ -168,7 +162,7 @@ def _communication(report: Report) -> Iterator[Cause]:
     if len(ranks) < 2:
         return
     step, seconds = step_seconds(ranks), median(rank.medians.get(COMMUNICATION, 0.0) for rank in ranks)
-    if seconds < _COMMUNICATION * step:
+    if seconds <= 0 or seconds < _COMMUNICATION * step:
         return
     lost = seconds * report.identity.steps, seconds / step
     takes = f"communication takes {seconds / step:.0%} of a step"
