@@ -102,6 +102,8 @@ def test_the_help_names_every_strategy() -> None:
 
 def test_a_checkpoint_may_hold_the_settings() -> None:
     plain = (bool, int, float, str, list, type(None))
-    kept = RunConfig(clip_norm=np.float64(2.0)).as_dict()
+    settings: Any = {"clip_norm": np.float64(2.0), "bucket_mb": np.float32(0.5), "steps": np.int64(3)}
+    kept = RunConfig(**settings).as_dict()
+    assert (kept["bucket_mb"], kept["steps"]) == (0.5, 3)
     assert [name for name, value in kept.items() if type(value) not in plain] == []
     assert (kept["timeout_seconds"], kept["clip_norm"]) == (300.0, 2.0)

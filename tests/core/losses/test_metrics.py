@@ -37,6 +37,13 @@ def test_accuracy_counts_what_is_not_ignored() -> None:
         accuracy(outputs, targets[:, 0])
 
 
+@pytest.mark.parametrize("shape", [(6, 1), (6,), (6, 1, 3)])
+def test_the_largest_of_one_score_is_no_accuracy(shape: tuple[int, ...]) -> None:
+    """It would be the first class for each sample, and right for all of them with targets of the same shape."""
+    with pytest.raises(LossError, match="no score for each of several classes"):
+        accuracy(torch.randn(shape), torch.ones(shape))
+
+
 def ours(outputs: Tensor, targets: Tensor) -> Sum:
     return Sum((outputs.argmax(1) == targets).sum(), targets.numel())
 

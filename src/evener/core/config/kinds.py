@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Mapping
 from functools import cache
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def fit_kinds(settings: Any) -> None:
     counts as true.
 
     A text that is empty is refused, as from a variable of a shell that is not set: it would count as not given.
-    Numbers of NumPy are numbers, a list may stand for a tuple, and a text for a path. A text in place of a list of
+    Numbers of NumPy become Python's, a list may stand for a tuple, and a text for a path. A text in place of a list of
     texts becomes the list of this text, not of its letters.
 
     Raises:
@@ -36,6 +36,9 @@ def fit_kinds(settings: Any) -> None:
     own: Any = type(settings)
     for name, kinds in _kinds_of(own).items():
         value = getattr(settings, name)
+        if isinstance(value, Real) and not isinstance(value, int | float):
+            value = int(value) if isinstance(value, Integral) else float(value)
+            object.__setattr__(settings, name, value)
         if isinstance(value, str) and tuple in _plain(kinds):
             object.__setattr__(settings, name, (value,))
         elif not any(_fits(value, kind) for kind in kinds):

@@ -40,6 +40,12 @@ def accuracy(outputs: Tensor, targets: Tensor, ignore_index: int | None = None) 
     """
     check_outputs(outputs, "accuracy")
     check_targets(targets, "accuracy")
+    if outputs.dim() < 2 or outputs.shape[1] < 2:
+        raise LossError(
+            f"accuracy: outputs of shape {tuple(outputs.shape)} have no score for each of several classes on dimension "
+            "1, of which it finds the largest. For one score of two classes give a function as metric: "
+            "lambda outputs, targets: evener.Sum(((outputs > 0) == (targets > 0.5)).sum(), targets.numel())"
+        )
     if targets.is_floating_point() and targets.shape == outputs.shape:
         targets = targets.argmax(1)
     predicted = outputs.argmax(1)
