@@ -81,7 +81,7 @@ def observation(rank: int, compute: float, input_: float = 0.0, steps: int = 10)
 def test_who_is_slowest(ranks: list[Observation], words: str) -> None:
     lines = table(ranks).splitlines()
     assert words in lines[-1]
-    assert "3.0 MiB" in lines[3]
+    assert "3 MiB" in lines[3]
     assert len(lines) == 4 + len(ranks)
 
 

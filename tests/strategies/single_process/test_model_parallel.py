@@ -103,7 +103,7 @@ def test_a_computed_placement_heeds_the_memory(capsys: pytest.CaptureFixture[str
     assert "first" not in parts("20KiB,1GiB")
     assert len(parts("20KiB,1GiB")) > 1
     refused(
-        ConfigurationError, "have 2.0 KiB together", task_of(Net), Layers("cpu:0,cpu:1", memory="1KiB,1KiB")
+        ConfigurationError, "have 2 KiB together", task_of(Net), Layers("cpu:0,cpu:1", memory="1KiB,1KiB")
     )
 
 

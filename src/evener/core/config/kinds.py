@@ -36,7 +36,7 @@ def fit_kinds(settings: Any) -> None:
     own: Any = type(settings)
     for name, kinds in _kinds_of(own).items():
         value = getattr(settings, name)
-        if isinstance(value, Real) and not isinstance(value, int | float):
+        if not isinstance(value, int | float) and isinstance(value, Real):
             value = int(value) if isinstance(value, Integral) else float(value)
             object.__setattr__(settings, name, value)
         if isinstance(value, str) and tuple in _plain(kinds):

@@ -52,11 +52,11 @@ def parse_limits(text: str | None, ranks: int) -> list[int | None]:
     return limits * ranks if len(limits) == 1 else limits
 
 
-def size_words(nbytes: int) -> str:
+def size_words(nbytes: float) -> str:
     """Formats a size in powers of 1024, with three significant digits."""
     size, unit = float(nbytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 999.5 or unit == "TiB":
             break
         size /= 1024
-    return f"{nbytes} B" if unit == "B" else f"{size:.3g} {unit}"
+    return f"{nbytes:.0f} B" if unit == "B" else f"{size:.3g} {unit}"

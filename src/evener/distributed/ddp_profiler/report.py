@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
+from evener.core.config.sizes import size_words
 from evener.distributed.ddp_profiler.profiler import DdpProfiler
 from evener.distributed.ddp_profiler.rank_file import RankFileReader, RankFileWriter, step_files
 from evener.distributed.ddp_profiler.step_times import StepTimes
@@ -148,7 +149,7 @@ def _line(seen: Observation) -> str:
     times = "".join(f"{1e3 * getattr(mean, f'{part}_seconds'):>10.2f}" for part in parts)
     return (
         f"  {seen.rank:>4} {seen.steps:>8,} {mean.samples:>8.1f}{times} {mean.collectives:>7.1f} "
-        f"{_size(mean.nbytes):>11}"
+        f"{size_words(mean.nbytes):>11}"
     )
 
 
@@ -176,11 +177,3 @@ def _waiting_share(mean: StepTimes, slowest: StepTimes) -> float:
     """
     waiting = max(0.0, mean.rest_seconds - slowest.rest_seconds)
     return waiting / mean.seconds if waiting else 0.0
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} GiB"

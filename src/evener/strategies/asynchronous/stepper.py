@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,6 +29,7 @@ from evener.components.fragments import cut_into_fragments
 from evener.core.losses import Loss
 from evener.data.batch import Batch
 from evener.data.sections import SectionBatch, Sections
+from evener.data.workers import seed_of
 from evener.distributed.hosts import destroy
 from evener.distributed.recovery.replacement import check_recall, may_be_recalled
 from evener.distributed.signals import asked_to_stop
@@ -299,7 +299,8 @@ class AsynchronousSteps(Plain):
         for layout, flats in zip(self._layouts, weights, strict=True):
             layout.read(flats)
         self._buffers.begin(reply.row)
-        torch.manual_seed(_seed_of(learner.settings.seed, batch.epoch, batch.position + lease.start))
+        # The same random numbers on whichever rank.
+        torch.manual_seed(seed_of(learner.settings.seed, batch.epoch, batch.position + lease.start))
         counts = [read(self._loss.count((each.on_host or each).micro_batches[0].targets)) for each in passes]
         totals = self._passes([each.micro_batches[0] for each in passes], lambda: self._scale, step)
         learner.synchronizer.complete()
@@ -361,12 +362,6 @@ def _shares(merges: Merges, ranks: int) -> tuple[int, ...]:
     for contribution in (each for held in merges for each in held):
         shares[contribution.worker] += contribution.size
     return tuple(shares)
-
-
-def _seed_of(seed: int, epoch: int, position: int) -> int:
-    """Returns the seed of the random numbers that the model draws in a range: the same on whichever rank."""
-    words = np.random.SeedSequence(seed, spawn_key=(epoch, position)).generate_state(1, np.uint64)
-    return int(words[0] >> 1)
 
 
 class AsynchronousSynchronizer(NoSync):

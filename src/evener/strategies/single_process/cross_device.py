@@ -26,12 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from evener.data.batch import map_leaves
+from evener.data.batch import map_leaves, tensors_in
 from evener.errors import TaskError
 from evener.hardware import async_copy
 from evener.nn.fqn import clean_name
 from evener.strategies.single_process.devices import same
-from evener.strategies.single_process.scatter_gather import leaves
 from evener.strategies.single_process.written_arguments import WrittenArguments, copy_into
 from evener.torch_internals.autograd import version
 
@@ -123,9 +122,9 @@ class DeviceMover:
 
     def note(self, tree: Any, device: torch.device) -> None:
         """Records ``device`` for the CPU tensors in the tree whose logical device is not recorded yet."""
-        for leaf in leaves(tree):
-            if isinstance(leaf, Tensor) and leaf not in self._where:
-                self._note(leaf, device)
+        for tensor in tensors_in(tree):
+            if tensor not in self._where:
+                self._note(tensor, device)
 
     def _note(self, tensor: Tensor, device: torch.device) -> None:
         if tensor.device.type == "cpu" == device.type:

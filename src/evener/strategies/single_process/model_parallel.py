@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from evener.components.model_init import settle_on
-from evener.core.config.sizes import parse_size
-from evener.data.batch import map_leaves, move
+from evener.core.config.sizes import parse_size, size_words
+from evener.data.batch import map_leaves, move, tensors_in
 from evener.data.loader import Loader
 from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
@@ -50,12 +50,10 @@ from evener.strategies.single_process.placement import (
     check_together,
     computed_places,
     held_tensors,
-    in_words,
     parse_placement,
     said_places,
 )
 from evener.strategies.single_process.profile import Seen, profile
-from evener.strategies.single_process.scatter_gather import leaves
 from evener.strategies.steppers.plain import Plain
 from evener.strategies.synchronizer import Synchronizer
 from evener.torch_internals.modules import own_buffers, own_parameters
@@ -244,7 +242,7 @@ class Placed(NamedTuple):
     """Bytes of the part's parameters and buffers."""
 
     def __str__(self) -> str:
-        return f"{self.device} ({in_words(self.nbytes)})"
+        return f"{self.device} ({size_words(self.nbytes)})"
 
 
 def placement_of(model: nn.Module) -> dict[str, Placed]:
@@ -312,7 +310,7 @@ class Gathering(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = (args, kwargs or {})
-        devices = [leaf.device for leaf in leaves(given) if isinstance(leaf, Tensor)]
+        devices = [tensor.device for tensor in tensors_in(given)]
         if len(set(devices)) > 1:
             given = map_leaves(
                 lambda leaf: move(leaf, devices[0]) if isinstance(leaf, Tensor) else leaf, given

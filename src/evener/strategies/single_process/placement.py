@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from evener.core.config.sizes import size_words
 from evener.errors import ConfigurationError, TaskError
 from evener.nn.fqn import clean_name
 from evener.strategies.single_process.cross_device import called_children
@@ -31,7 +32,6 @@ from evener.torch_internals.modules import own_buffers, own_parameters
 TRAINED_COPIES = 4
 """Memory for training a weight, in multiples of the weight: the weight, its gradient, and two optimizer states, as with
 Adam."""
-_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def parse_placement(text: str) -> list[tuple[str, torch.device]]:
@@ -47,12 +47,6 @@ def parse_placement(text: str) -> list[tuple[str, torch.device]]:
             f"placement {text!r}: write a module's name and a device for each part, as in encoder=cuda:0,decoder=cuda:1"
         )
     return [(name, parse_devices([device])[0]) for name, _, device in entries]
-
-
-def in_words(nbytes: float) -> str:
-    """Formats a number of bytes for messages."""
-    unit = next((unit for unit in ("GiB", "MiB", "KiB") if nbytes >= _UNITS[unit]), "")
-    return f"{nbytes / _UNITS[unit]:.1f} {unit}" if unit else f"{nbytes:.0f} bytes"
 
 
 def said_places(
@@ -132,8 +126,8 @@ def computed_places(
         largest = max(units, key=lambda unit: unit.nbytes)
         raise ConfigurationError(
             f"no cut of the model's {len(units)} parts, in the order of their calls, fits the devices' memory of "
-            f"{', '.join(map(in_words, memories))}; the largest part, {largest.names[0]}, takes "
-            f"{in_words(largest.nbytes)}: place them by hand, or use smaller batches"
+            f"{', '.join(map(size_words, memories))}; the largest part, {largest.names[0]}, takes "
+            f"{size_words(largest.nbytes)}: place them by hand, or use smaller batches"
         )
     entries = [(name, devices[d]) for unit, d in zip(units, chosen, strict=True) for name in unit.names]
     return said_places(model, [(clean_name(name), device) for name, device in entries], devices[0])
@@ -143,9 +137,9 @@ def _check_room(units: Sequence[Unit], base: int, devices: Devices, memories: Se
     needed = base + sum(unit.nbytes for unit in units)
     if needed > sum(memories):
         raise ConfigurationError(
-            f"training the model takes about {in_words(needed)} (weights, gradients, an optimizer's state, and what a "
-            f"batch keeps for backward), and the {len(devices)} devices have {in_words(sum(memories))} together: use "
-            "more devices, or smaller batches"
+            f"training the model takes about {size_words(needed)} (weights, gradients, an optimizer's state, and what "
+            f"a batch keeps for backward), and the {len(devices)} devices have {size_words(sum(memories))} together: "
+            "use more devices, or smaller batches"
         )
     if len(units) < len(devices):
         raise ConfigurationError(

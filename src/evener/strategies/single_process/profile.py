@@ -4,8 +4,8 @@ backward."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from evener.strategies.single_process.scatter_gather import leaves
-from evener.torch_internals.modules import own_buffers
+from evener.components.model_trial import buffers_kept
+from evener.data.batch import tensors_in
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Profiler:
 
 
 def _nbytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in leaves(tree) if isinstance(leaf, Tensor))
+    return sum(tensor.nbytes for tensor in tensors_in(tree))
 
 
 def profile(model: nn.Module, run: Callable[[], Any]) -> dict[str, Seen]:
@@ -78,28 +78,9 @@ def profile(model: nn.Module, run: Callable[[], Any]) -> dict[str, Seen]:
         for module in model.modules():
             undo.callback(module.register_forward_pre_hook(profiler.enter, with_kwargs=True).remove)
             undo.callback(module.register_forward_hook(profiler.leave).remove)
-        undo.enter_context(_unchanged(model))
+        undo.enter_context(buffers_kept(model))
         undo.enter_context(torch.random.fork_rng(devices=[]))
         undo.enter_context(saved_tensors_hooks(profiler.keep, lambda tensor: tensor))
         kept = run()  # kept alive: a storage's address must not be reused
         del kept
     return profiler.seen
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Restores all buffers at the end of the block."""
-    held = [(own_buffers(module), name) for module in model.modules() for name in own_buffers(module)]
-    before = [(buffers, name, tensor, _copy(tensor)) for buffers, name in held for tensor in [buffers[name]]]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffers, name, tensor, copy in before:
-                buffers[name] = tensor
-                if tensor is not None and copy is not None:
-                    tensor.copy_(copy)
-
-
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from evener.core.types import Tree
-from evener.data.batch import MicroBatch, map_leaves
+from evener.data.batch import MicroBatch, leaves_of, map_leaves
 from evener.errors import TaskError
 
 
@@ -62,7 +62,7 @@ def _uncut(tree: Tree, n: int, where: str) -> Iterator[tuple[str, str]]:
         for key, value in tree.items():
             yield from _uncut(value, n, f"{where}[{key!r}]")
     elif isinstance(tree, tuple | list):
-        found = list(leaves(tree))
+        found = list(leaves_of(tree))
         if not any(isinstance(leaf, Tensor) for leaf in found):
             known = [leaf for leaf in found if leaf is not None]
             yield from [(where, f"a {type(tree).__name__} without tensors")] if known else []
@@ -92,25 +92,13 @@ def _is_ambiguous(tree: Tree, n: int, top: bool = False) -> bool:
     return False
 
 
-def leaves(tree: Tree) -> list[Any]:
-    """Returns the leaves of a tree in order: everything that is no tuple, list, mapping or dataclass."""
-    found: list[Any] = []
-
-    def noted(leaf: Any) -> Any:
-        found.append(leaf)
-        return leaf
-
-    map_leaves(noted, tree)
-    return found
-
-
 def join(outputs: Sequence[Tree], counts: Sequence[int], device: torch.device) -> Tree:
     """Joins the outputs of the parts of a micro-batch, row after row. The parts have ``counts`` samples.
 
     Raises:
         UnjoinableError: If the outputs do not have a row for each sample.
     """
-    columns = [leaves(tree) for tree in outputs]
+    columns = [leaves_of(tree) for tree in outputs]
     if len({len(column) for column in columns}) > 1:
         raise UnjoinableError
     joined = iter([_joined(row, counts, device) for row in zip(*columns, strict=True)])

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +21,7 @@ from evener.balance.base import Balancer
 from evener.balance.registry import make_balancer, make_own
 from evener.balance.shares import validate_shares
 from evener.core.call_by_name import names_taken
+from evener.data.fingerprint import generators_kept
 from evener.errors import ShareError
 from evener.tools.conformance.errors import broken
 
@@ -52,7 +52,7 @@ def check_balancer(
         ShareError: If there is no such balancer, or it does not support this number of ranks.
     """
     trial = BalancerTrial(make, world_size, tuple(batch_sizes), steps)
-    with _generators_kept():
+    with generators_kept():
         first = trial.run(trial.made(seed=1))
         _check_decisions(trial, first)
         _check_determinism(trial, first)
@@ -184,17 +184,6 @@ def _check_determinism(trial: BalancerTrial, first: History) -> None:
                     f"Step {step}, a batch of {size}: {shares}, and {other.answers[step, size]} of another one that "
                     "was told the same; random numbers must be drawn from the step",
                 )
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(kept[0])
-        np.random.set_state(kept[1])
-        torch.set_rng_state(kept[2])
 
 
 def _check_caps(trial: BalancerTrial) -> None:
