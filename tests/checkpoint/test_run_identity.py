@@ -286,35 +286,18 @@ def test_a_checkpoint_belongs_to_its_run_and_to_those_that_continue_it() -> None
     assert Identity.from_plain(json.loads(json.dumps(second.as_plain()))) == second
 
 
-def unmarked(run_dir: Path) -> None:
-    """As a version of Evener left it that wrote no marks."""
-    for mark in run_dir.rglob("evener.json"):
-        mark.unlink()
-    for path in run_dir.rglob("sums.json"):
-        path.write_text(
-            json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "evener.json"})
-        )
-
-
-@pytest.mark.parametrize("named", [True, False], ids=["branch", "without-marks"])
-def test_a_run_that_dies_before_its_first_save_is_gone_on_with_where_it_began(
-    tmp_path: Path, named: bool
-) -> None:
+def test_a_run_that_dies_before_its_first_save_is_gone_on_with_where_it_began(tmp_path: Path) -> None:
     cut_short(tmp_path, 9)
     assert kept(tmp_path) == [6, 8]
-    begin = 6 if named else 8
-    if not named:
-        unmarked(tmp_path)
-    resume: Any = tmp_path / "checkpoints" / "step-00000006" if named else "auto"
-    cut_short(tmp_path, 9, resume=resume, save_every="99steps")
+    cut_short(tmp_path, 9, resume=tmp_path / "checkpoints" / "step-00000006", save_every="99steps")
     runs = [(mark_in(tmp_path) or {})["run"]]
     for _ in range(2):  # dies again and again
         cut_short(tmp_path, 9, resume="auto", save_every="99steps")
-        assert f"goes on after step {begin}" in words_of(tmp_path)
+        assert "goes on after step 6" in words_of(tmp_path)
         runs.append((mark_in(tmp_path) or {})["run"])
     assert len(set(runs)) == 1, "it is the same run"
     alone(tmp_path, 10, resume="auto", save_every="99steps")
-    assert kept(tmp_path) == ([6, 10] if named else [6, 8, 10]), "what has no mark stays"
+    assert kept(tmp_path) == [6, 10]
     assert checkpoint.find(tmp_path).identity.run == runs[0]
 
 

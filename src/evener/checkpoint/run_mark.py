@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evener.checkpoint.checksums import SUMS, sum_of, sums_in
+from evener.checkpoint.checksums import sum_of, sums_in
 from evener.files import read_json, replacing
 
 MARK = "evener.json"
@@ -37,7 +37,7 @@ class Identity:
     """The run of a checkpoint, and the runs that it continues."""
 
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """A random name; empty for checkpoints of versions of Evener that wrote no mark."""
+    """A random name; empty for a checkpoint without a mark."""
     history: tuple[tuple[str, int], ...] = ()
     """Earlier runs that this one continues, each with its last step that counts."""
 
@@ -116,19 +116,16 @@ def _is_changed(checkpoint: Path) -> bool:
 
 
 def run_in(run_dir: Path) -> Identity | None:
-    """Returns the run in a run directory, or None if that has no mark. Marks of earlier versions have no history."""
+    """Returns the run in a run directory, or None if that has no mark."""
     mark = mark_in(run_dir)
     try:
-        return None if mark is None else Identity.from_plain({"history": (), **mark})
+        return None if mark is None else Identity.from_plain(mark)
     except (KeyError, TypeError, ValueError):
         return None
 
 
 def lost_mark(checkpoint: Path, steps: int) -> str:
-    """Describes what is wrong with the mark of the checkpoint after ``steps`` steps.
-
-    Returns "" if nothing is, and for a checkpoint of a version that wrote no mark, whose checksums do not list one.
-    """
+    """Describes what is wrong with the mark of the checkpoint after ``steps`` steps. Returns "" if nothing is."""
     if identity_in(checkpoint, steps) is not None:
         return ""
     if _is_changed(checkpoint):
@@ -136,7 +133,4 @@ def lost_mark(checkpoint: Path, steps: int) -> str:
     if os.path.lexists(checkpoint / MARK):
         elsewhere = mark_in(checkpoint) is not None
         return f"{MARK} is not that of step {steps}" if elsewhere else f"{MARK} cannot be read"
-    try:
-        return f"{MARK} cannot be read: it is not there" if MARK in read_json(checkpoint / SUMS) else ""
-    except (OSError, ValueError, TypeError):
-        return f"{MARK} and {SUMS} cannot be read"
+    return f"{MARK} cannot be read: it is not there"

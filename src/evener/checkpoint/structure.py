@@ -117,12 +117,12 @@ _PARTS: dict[str, Check] = {
     "model": _is_named,
     "data": _is(dict),
     "settings": _is_named,
-}
-_FURTHER: dict[str, Check] = {
     "identity": _is_identity,
-    "averaged": lambda value: _has(value, {"updates": _is_count, "number": _is_count}),
     "kept": is_kept,
     "said": lambda value: _has(value, _SAID),
+}
+_FURTHER: dict[str, Check] = {
+    "averaged": lambda value: _has(value, {"updates": _is_count, "number": _is_count}),
     **dict.fromkeys(("balancer", "scheduler", "loss_scale", "stream"), _is_named),
 }
-"""Parts that a checkpoint of an earlier version may lack."""
+"""Parts that not each run has."""

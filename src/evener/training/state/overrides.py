@@ -68,17 +68,15 @@ class TaskTerms:
             "trained": {clean_name(name): p.requires_grad for name, p in model.named_parameters()},
         }
 
-    def chosen(self, saved: Mapping[str, Any] | None, tell: Tell) -> frozenset[str]:
+    def chosen(self, saved: Mapping[str, Any], tell: Tell) -> frozenset[str]:
         """Returns the options to take from the task, after reporting all differences.
 
         Args:
-            saved: The terms in the checkpoint; None if they are unknown.
+            saved: The terms in the checkpoint.
 
         Raises:
             ConfigurationError: If the checkpoint has a scheduler of another kind, whose state cannot be used.
         """
-        if saved is None:
-            return self._override | (SCHEDULE if self._override & SCHEDULE else frozenset())
         options, both = self._differing(saved), [saved["scheduler"], self.said["scheduler"]]
         changes = _changes(*both)
         schedule = bool(changes or "lr" in options) and bool(self._override & SCHEDULE)

@@ -104,7 +104,7 @@ class RunState:
         progress = self._feed.sample_order().resumed(found["progress"])
         self._check_bits(found.get("bits"), warnings.warn)
         state.check_kind(self._learner.optimizer, found["optimizer"])
-        over = self._terms.chosen(found.get("said"), warnings.warn)
+        over = self._terms.chosen(found["said"], warnings.warn)
         self._learner.load_state_dict(
             {**found, "optimizer": self._terms.overridden(found["optimizer"], over)}
         )
@@ -182,9 +182,8 @@ class RunState:
             self._learner.scale.load_state_dict(rest["loss_scale"])
         self._learner.average.load_state_dict(rest.get("averaged"), progress.steps)
         self.progress = progress
-        self._take_kept(rest.get("kept", "{}"))
-        if "identity" in rest:
-            self.identity = Identity.from_plain(rest["identity"])
+        self._take_kept(rest["kept"])
+        self.identity = Identity.from_plain(rest["identity"])
         self._learner.updated_early.clear()
         self._feed.balancer_state, self._feed.first_step = rest.get("balancer", {}), progress.steps
         stream = rest.get("stream")
@@ -240,7 +239,7 @@ class RunState:
         self._check_data(found)
         pieces = found.read(learner.held_state())
         state.check_kind(learner.optimizer, pieces["optimizer"])
-        over = self._terms.chosen(found.rest.get("said"), tell if session.rank == 0 else _tell_nobody)
+        over = self._terms.chosen(found.rest["said"], tell if session.rank == 0 else _tell_nobody)
         pieces["optimizer"] = self._terms.overridden(pieces["optimizer"], over)
         learner.load_held(pieces)
         self._go_on(progress, {**found.rest, **self._after(found)}, over)
