@@ -4,10 +4,11 @@ import random
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from evener.data.fingerprint import LOOKS, difference, digest_of, fingerprint
+from evener.data.fingerprint import LOOKS, difference, digest_if_any, digest_of, fingerprint
 
 
 def numbers(count: int = 100, shift: float = 0.0) -> TensorDataset:
@@ -33,6 +34,16 @@ def test_a_digest_sees_type_shape_and_what_is_no_tensor() -> None:
     items = [ones, ones.double(), ones.view(2, 2), (ones, 1), (ones, "1"), (ones, None), torch.zeros(0), []]
     assert len({digest_of(item) for item in items}) == len(items)
     assert digest_of({"a": ones, "b": np.arange(3)}) == digest_of({"a": ones.clone(), "b": np.arange(3)})
+
+
+def test_a_view_of_the_conjugate_has_the_digest_of_its_numbers() -> None:
+    view = torch.tensor([1 + 2j]).conj()
+    assert digest_of(view) == digest_of(view.resolve_conj())
+
+
+@pytest.mark.parametrize("item", [lambda: 3, torch.empty(2, device="meta")], ids=["function", "meta"])
+def test_what_has_no_digest_is_no_error(item: Any) -> None:
+    assert digest_if_any((torch.ones(2), item)) == ""
 
 
 class Draws(Dataset[Any]):

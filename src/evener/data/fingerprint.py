@@ -52,9 +52,18 @@ def difference(saved: Fingerprint, here: Fingerprint) -> str:
 
 
 def _read(dataset: Any, index: int) -> str:
-    """Returns the digest of a sample; empty if reading it fails (training reports that) or it cannot be pickled."""
+    """Returns the digest of a sample; empty if reading it fails (training reports that) or it has no digest."""
     try:
-        return digest_of(dataset[index])
+        return digest_if_any(dataset[index])
+    except Exception:
+        return ""
+
+
+def digest_if_any(item: Any) -> str:
+    """Returns the digest of a sample; empty if it has none: a part cannot be pickled, or is a tensor that has no bytes
+    of one order (nested, meta)."""
+    try:
+        return digest_of(item)
     except Exception:
         return ""
 
@@ -69,7 +78,7 @@ def digest_of(item: Any) -> str:
 def _bytes(leaf: Any) -> bytes:
     if not isinstance(leaf, Tensor):
         return pickle.dumps(leaf)
-    tensor = leaf.detach().cpu()
+    tensor = leaf.detach().cpu().resolve_conj()
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
     data: bytes = dense.contiguous().flatten().view(torch.uint8).numpy().tobytes() if dense.numel() else b""
     return f"{tensor.dtype} {tuple(tensor.shape)}".encode() + data

@@ -30,7 +30,6 @@ because the loader cannot know whether the data set divides itself among workers
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -46,7 +45,7 @@ from evener.data.batch_plan import BatchPlan, BatchPlanner
 from evener.data.collate import Collate, preview
 from evener.data.division import by_weights
 from evener.data.fetch import Fetched, failure, join
-from evener.data.fingerprint import digest_of
+from evener.data.fingerprint import digest_if_any
 from evener.data.grains import GrainPlanner, requests_of
 from evener.data.sampler import Ids
 from evener.data.stream_state import RecentStates, StreamState, WholeStream, copied
@@ -208,7 +207,7 @@ class StreamBatches:
             )
         if not self._compared:
             self._compared = True
-            digests = self._agree(int(_digest(taken[0])[:_DIGITS] or "0", 16)) if taken else [0]
+            digests = self._agree(int(digest_if_any(taken[0])[:_DIGITS] or "0", 16)) if taken else [0]
             if len(set(digests)) > 1 and isinstance(self._cut, GrainPlanner):
                 raise DataError(
                     f"the first sample of the {self._name} is not the same on all ranks, and exact=bits cuts one "
@@ -229,7 +228,7 @@ class StreamBatches:
             copy = None if self._workers.count else copied(self._dataset)  # workers have copies
             reading = self._read(epoch, resume.read, resume.state, copy)
             first = list(islice(reading, 1))
-            if all(self._agree(int(bool(first) and _digest(first[0]) == resume.following))):
+            if all(self._agree(int(bool(first) and digest_if_any(first[0]) == resume.following))):
                 self.states.keep(resume)
                 yield from islice(chain(first, reading), position - resume.read, None)
                 return
@@ -263,8 +262,9 @@ class StreamBatches:
         found: Any = None
         with closing(self._open(whole, workers, epoch)) as chunks:
             for items, later in chunks:
-                if found is not None:
-                    self.states.keep(StreamState(epoch, count, found, _digest(items[0])))
+                following = digest_if_any(items[0]) if found is not None else ""
+                if following:
+                    self.states.keep(StreamState(epoch, count, found, following))
                 yield from items
                 count, found = count + len(items), later
 
@@ -346,11 +346,3 @@ def divides_itself(dataset: Any) -> bool:
     ``num_shards`` first, is another one."""
     shard = getattr(dataset, "shard", None)
     return callable(shard) and "num_shards" not in inspect.signature(shard).parameters
-
-
-def _digest(item: Any) -> str:
-    """Returns the digest of an item; empty if it cannot be pickled."""
-    try:
-        return digest_of(item)
-    except (TypeError, AttributeError, pickle.PicklingError):
-        return ""

@@ -30,6 +30,7 @@ class Changes(Dataset[Any]):
         self.reads += 1
         drawn = {
             "same": lambda: index,
+            "function": lambda: index,
             "torch": lambda: torch.rand(()).item(),
             "numpy": lambda: np.random.rand(),
             "random": random.random,
@@ -37,7 +38,8 @@ class Changes(Dataset[Any]):
             "state": lambda: self.reads,
         }[self.how]()
         inputs, targets = self.data[index]
-        return {"x": inputs + drawn, "names": ["a", None], "label": targets}
+        names = ["a", (lambda: 0) if self.how == "function" else None]
+        return {"x": inputs + drawn, "names": names, "label": targets}
 
 
 def told(how: str, check: str) -> tuple[str, bool]:
@@ -63,6 +65,7 @@ def told(how: str, check: str) -> tuple[str, bool]:
     ("how", "check", "pieces"),
     [
         ("same", "exact", None),
+        ("function", "exact", ("of the training set cannot be compared", "cannot be pickled")),
         (
             "torch",
             "exact",

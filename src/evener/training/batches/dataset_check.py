@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 
 from evener.core.config.run_config import RunConfig
 from evener.data.fetch import failure
-from evener.data.fingerprint import digest_of, generators_kept
+from evener.data.fingerprint import digest_if_any, generators_kept
 from evener.data.sample_names import called
 from evener.data.sampler import Order
 from evener.errors import ConfigurationError, DataError, InterruptedRunError
@@ -122,4 +122,9 @@ def _digest(dataset: Any, name: str, index: int, seeded: bool, skips: bool) -> s
         if skips:
             return f"{type(error).__name__} instead of a sample"
         raise DataError(failure(error, f"reading {called(dataset, index)} of the {name}").message) from error
-    return digest_of(item)
+    if digest := digest_if_any(item):
+        return digest
+    raise DataError(
+        f"{called(dataset, index)} of the {name} cannot be compared with that of other ranks: it holds what cannot be "
+        "pickled. Let samples consist of tensors, numbers and texts"
+    )

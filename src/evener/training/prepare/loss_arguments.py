@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from evener.data.batch import has_to, leaves_of, like_mapping, like_sequence, map_leaves
-from evener.data.fingerprint import digest_of
+from evener.data.fingerprint import digest_if_any
 from evener.training.prepare.batch_tensors import is_of_a_batch
 from evener.training.prepare.sample_tensor import plain_of
 
@@ -327,10 +327,7 @@ class Told:
 
 
 def _digest_of(part: Any) -> str:
-    try:
-        return digest_of(part)
-    except Exception:  # of what cannot be pickled
-        return str(type(part))
+    return digest_if_any(part) or str(type(part))
 
 
 def _is_below(path: Path, places: Collection[Path]) -> bool:

@@ -11,7 +11,6 @@ round. If a resumed stream begins with another item, it is read from its beginni
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from evener.data.fingerprint import digest_of
+from evener.data.fingerprint import digest_if_any
 from evener.data.stream_state import check_plain, copied, has_state
 from evener.errors import ConfigurationError, DataError
 from evener.training.prepare.loop_state import LoopState
@@ -112,7 +111,7 @@ class WholeBatches:
             if found is None:
                 return
             items, worker, state = found
-            digest = _digest(items[0]) if items else ""
+            digest = digest_if_any(items[0]) if items else ""
             if worker <= last and states and digest:
                 self.kept = dict(zip(_PLACE, (number, position, dict(states), digest), strict=True))
             if place is not None and number == begin:
@@ -172,10 +171,3 @@ class _WorkerBeginning:
         if info is not None and worker in self._states:
             dataset: Any = info.dataset
             dataset.load_state_dict(self._states[worker])
-
-
-def _digest(item: Any) -> str:
-    try:
-        return digest_of(item)
-    except (TypeError, AttributeError, pickle.PicklingError):
-        return ""
