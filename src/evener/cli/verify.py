@@ -143,9 +143,6 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     config = options.config_of(arguments)
     options.find_modules_here()
-    import dataclasses
-
-    from evener.files import write_json
     from evener.tools.verify import verify
 
     result = verify(
@@ -154,9 +151,21 @@ def execute(arguments: argparse.Namespace) -> int:
         options=options.task_options_of(arguments),
         tolerance=arguments.tolerance,
     )
+    return _shown(result, text(result), arguments)
+
+
+def _shown(
+    result: Verification | BitsVerification | ReplayedRun | ScriptVerification,
+    words: str,
+    arguments: argparse.Namespace,
+) -> int:
+    import dataclasses
+
+    from evener.files import write_json
+
     if arguments.json is not None:
         write_json(arguments.json, dataclasses.asdict(result), follow=True)
-    print(text(result), flush=True)
+    print(words, flush=True)
     return 0 if result.passed else 1
 
 
@@ -170,16 +179,10 @@ def execute_replay(arguments: argparse.Namespace) -> int:
             f"{(strange or ['--'])[0]} does not go with --replay: how the run was made is in its directory"
         )
     options.find_modules_here()
-    import dataclasses
-
-    from evener.files import write_json
     from evener.tools.verify.replay import replay
 
     result = replay(arguments.replay, arguments.task, options=options.task_options_of(arguments) or None)
-    if arguments.json is not None:
-        write_json(arguments.json, dataclasses.asdict(result), follow=True)
-    print(text_of_replay(result), flush=True)
-    return 0 if result.passed else 1
+    return _shown(result, text_of_replay(result), arguments)
 
 
 def execute_bits(arguments: argparse.Namespace) -> int:
@@ -192,16 +195,10 @@ def execute_bits(arguments: argparse.Namespace) -> int:
     arguments.exact = "bits"
     config = options.config_of(arguments)
     options.find_modules_here()
-    import dataclasses
-
-    from evener.files import write_json
     from evener.tools.verify import verify_bits
 
     result = verify_bits(arguments.task, config, options=options.task_options_of(arguments))
-    if arguments.json is not None:
-        write_json(arguments.json, dataclasses.asdict(result), follow=True)
-    print(text_of_bits(result), flush=True)
-    return 0 if result.passed else 1
+    return _shown(result, text_of_bits(result), arguments)
 
 
 def text_of_bits(result: BitsVerification) -> str:
@@ -251,16 +248,10 @@ def execute_script(arguments: argparse.Namespace) -> int:
     config = options.config_of(arguments)
     if arguments.module:
         options.find_modules_here()
-    import dataclasses
-
-    from evener.files import write_json
     from evener.tools.verify_script import verify_script
 
     result = verify_script(arguments.task, arguments.script_arguments, config, is_module=arguments.module)
-    if arguments.json is not None:
-        write_json(arguments.json, dataclasses.asdict(result), follow=True)
-    print(text_of_script(result), flush=True)
-    return 0 if result.passed else 1
+    return _shown(result, text_of_script(result), arguments)
 
 
 def _check_options_of_scripts(arguments: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx, nn
 
 from evener.balance.layer_partition import partition_layers
+from evener.balance.time_model import weighted_median
 from evener.errors import ConfigurationError, EvenerError
 from evener.hardware.memory_size import memory_nbytes
 from evener.strategies.learner import Learner
@@ -142,19 +143,10 @@ def _slowness(times: Sequence[Sequence[float]]) -> list[float]:
     """Returns for each rank its time relative to the fastest rank, as a median over layers weighted by their times."""
     fastest = [min(column) for column in zip(*times, strict=True)]
     found = [
-        _middle([own / least for own, least in zip(row, fastest, strict=True)], fastest) for row in times
+        weighted_median((own / least, least) for own, least in zip(row, fastest, strict=True))
+        for row in times
     ]
     return [slow / min(found) for slow in found]
-
-
-def _middle(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Returns the weighted median."""
-    left = sum(weights) / 2
-    for value, weight in sorted(zip(values, weights, strict=True)):
-        left -= weight
-        if left <= 0:
-            return value
-    return max(values)
 
 
 def _of_places(values: Sequence[float], learner: Learner, axis: str) -> list[float]:

@@ -6,16 +6,15 @@ report to each other before any of them raises.
 
 from __future__ import annotations
 
-import gc
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
 from evener.checkpoint import weights_digest
+from evener.core.collector import older_objects_set_apart
 from evener.core.config.run_config import RunConfig
 from evener.distributed.launch.launch import is_launched, launch
 from evener.distributed.session import Session
@@ -118,22 +117,13 @@ def _check(
             own = _references(without, device, timeout_seconds) if session.rank == 0 else None
             references = session.control.broadcast_object(own)
         place = TrialRanks(config.strategy, session, _parts(config, session.world_size), config.mesh)
-        with _little_garbage(), warnings.catch_warnings():
+        # Each engine collects garbage at its end.
+        with older_objects_set_apart(), warnings.catch_warnings():
             # One of the test models writes such buffers on purpose.
             warnings.filterwarnings("ignore", message="buffer .* is (not the same on all|written in each)")
             for number, trial in enumerate(TRIALS):
                 if trial.name not in without:
                     _settle(place, trial, references.get(number))
-
-
-@contextmanager
-def _little_garbage() -> Iterator[None]:
-    """Freezes existing objects, so that the garbage collection at the end of each engine is quick."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _parts(config: RunConfig, world_size: int) -> int:

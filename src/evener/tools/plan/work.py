@@ -6,12 +6,10 @@ every strategy's own code says what it computes and sends, and no formula of a s
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from evener.collectives.schedules.algorithms import ALGORITHMS
+from evener.core.collector import older_objects_set_apart
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
 from evener.distributed.mesh import Layout
@@ -89,7 +87,7 @@ def work_of(
     stages = stages if len(stages) > 1 else (rank,)
     if len(stages) > MOST_STAGES:
         raise ConfigurationError(f"a pipeline of {len(stages)} stages: at most {MOST_STAGES} are planned")
-    with _older_objects_set_apart(), refusals_not_logged():
+    with older_objects_set_apart(), refusals_not_logged():  # an estimate collects garbage after each step
         found = estimate_ranks(task, settings_of_two_steps(asked), stages, candidate.ranks, kind)
     index = [layout.data_axis(rank).index for rank in stages]
     return StepWork(
@@ -109,17 +107,3 @@ def work_of(
             for each, at in zip(found, index, strict=True)
         ),
     )
-
-
-@contextmanager
-def _older_objects_set_apart() -> Iterator[None]:
-    """Keeps the garbage collector from looking through what was there before: PyTorch alone has 500,000 objects, and an
-    estimate collects after each step."""
-    if gc.get_freeze_count():  # of somebody else
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
