@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from evener.components.exact_sum.norm import exact_norm
+from evener.components.exact_sum.norm import exact_norm, over_ranks
 from evener.components.gradients import values, with_gradient
-from evener.components.sharded_tensor.local import off_host
 from evener.components.sharded_tensor.shard_spec import by_axes
 from evener.distributed.mesh import Mesh
-from evener.hardware.timers import waiting
 
 Summed = Callable[[Tensor], Tensor]
 """Sums a square of a norm over the ranks that hold other gradients."""
@@ -81,7 +78,7 @@ def norm_over(parameters: Iterable[nn.Parameter], mesh: Mesh, summed: Summed | N
         return whole
     square = whole.double().square()
     for axes in sorted(groups):
-        square = square + _summed(norm(groups[axes]).double().square(), mesh, axes)
+        square = square + over_ranks(norm(groups[axes]).double().square(), mesh, axes)
     return square.sqrt()
 
 
@@ -96,13 +93,3 @@ def _device_of(parameters: list[nn.Parameter]) -> torch.device | None:
     """Returns the device of the parameters, for a norm of no gradients: other ranks may have some, and wait for this
     rank's number."""
     return parameters[0].device if parameters else None
-
-
-def _summed(value: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-    group = mesh.group(*axes)
-    if group is None:
-        return value
-    total = off_host(value.reshape(1).clone(), mesh)
-    with waiting():
-        dist.all_reduce(total, group=group)
-    return total[0]

@@ -6,13 +6,13 @@ its own.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeVar
 
 import torch
 
+from evener.core.collector import collector_paused
 from evener.torch_internals.cuda_graphs import end_failed_recording
 
 _Result = TypeVar("_Result")
@@ -59,9 +59,10 @@ class CudaRecorder:
     def record(self, function: Callable[[], _Result]) -> tuple[_Result, Recording]:
         graph = torch.cuda.CUDAGraph()
         try:
-            # Only this thread's calls may not wait: others copy batches and watch collectives meanwhile.
+            # Only this thread's calls may not wait: others copy batches and watch collectives meanwhile. What is
+            # collected, such as an older graph or an event, may call the device in a way that ends the recording.
             with (
-                _no_garbage_collected(),
+                collector_paused(),
                 torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
             ):
                 found = function()
@@ -69,19 +70,6 @@ class CudaRecorder:
             end_failed_recording(self._device, self._pool)
             raise
         return found, graph
-
-
-@contextmanager
-def _no_garbage_collected() -> Iterator[None]:
-    """Keeps Python from collecting garbage in the block: what it frees there, such as an older graph or an event, may
-    call the device in a way that ends the recording."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}

@@ -32,14 +32,14 @@ def exact_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
     for axes in sorted(groups):
         largest = [values(p).abs().amax().double() for p in groups[axes] if values(p).numel()]
         own = torch.stack([greatest, *largest]).amax()
-        greatest = _over_ranks(own, mesh, axes, dist.ReduceOp.MAX)
+        greatest = over_ranks(own, mesh, axes, dist.ReduceOp.MAX)
         elements += sum(map(_whole_numel, groups[axes]))
     top = float(greatest)
     if not elements or not top or not math.isfinite(top):
         return greatest
     squares = torch.zeros(2, dtype=torch.float64, device=device)
     for axes in sorted(groups):
-        squares = squares + _over_ranks(_squares(groups[axes], top, elements, device), mesh, axes)
+        squares = squares + over_ranks(_squares(groups[axes], top, elements, device), mesh, axes)
     return squares.sum().sqrt()
 
 
@@ -66,7 +66,7 @@ def _whole_numel(parameter: nn.Parameter) -> int:
     return held.numel() if spec is None else math.prod(spec.whole_shape(held.shape))
 
 
-def _over_ranks(
+def over_ranks(
     value: Tensor, mesh: Mesh, axes: tuple[str, ...], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
     """Returns the result over the ranks along ``axes``, which have other parts of the same parameters."""

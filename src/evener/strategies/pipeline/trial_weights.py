@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.components.model_init import in_type
+from evener.components.model_trial import attributes_kept
 from evener.torch_internals.modules import own_buffers, own_parameters
 
 _SMALL = 0.02
@@ -36,15 +37,11 @@ class Bodies:
     @contextmanager
     def light(self) -> Iterator[None]:
         """Inside the block the model's weights take no memory. Attributes that its code sets are reset at the end."""
-        before = {module: dict(vars(module)) for module in self._model.modules()}
         try:
-            with _exchanged(self._model, self._lightened):
+            with attributes_kept(self._model.modules()), _exchanged(self._model, self._lightened):
                 yield
         finally:
             self._given.clear()
-            for module, was in before.items():
-                vars(module).clear()
-                vars(module).update(was)
 
     @contextmanager
     def full(self, layer: nn.Module) -> Iterator[None]:

@@ -83,6 +83,16 @@ class UndividedCall:
     """Shapes of the inputs of Evener's dropouts."""
 
 
+def dropping(name: str, into: dict[str, tuple[int, ...]]) -> Acting:
+    """Returns what notes the shape of the input of a dropout."""
+
+    def act(own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        into[name] = tuple(args[0].shape)
+        return own(*args, **kwargs)
+
+    return act
+
+
 class _WrongError(Exception):
     """Raised with the reason when a guess is wrong."""
 
@@ -220,7 +230,7 @@ class _RegionPart:
         guess = self._region.guess
         acting: dict[str, Acting] = {column.name: self._column(column) for column in guess.columns}
         acting[guess.row] = self._row
-        acting |= {name: self._dropping(name) for name in self._whole.dropped}
+        acting |= {name: dropping(name, self._dropped) for name in self._whole.dropped}
         given, leaves = _trained((self._whole.args, self._whole.kwargs), self._whole.trained)
         self._stage.made.clear()
         with torch.enable_grad(), self._numbers():
@@ -270,13 +280,6 @@ class _RegionPart:
             raise _WrongError(f"what {guess.row} reads of a part is not that part of what it reads")
         self._read = args[0]
         return after.clone()
-
-    def _dropping(self, name: str) -> Acting:
-        def act(own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            self._dropped[name] = tuple(args[0].shape)
-            return own(*args, **kwargs)
-
-        return act
 
     def _check(self, output: Any) -> None:
         found, wanted = tensors_in(output), tensors_in(self._whole.output)

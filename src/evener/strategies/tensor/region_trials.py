@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evener.components.model_trial import state_kept, training_without_dropout
+from evener.components.model_trial import attributes_kept, state_kept, training_without_dropout
 from evener.data.batch import tensors_in
 from evener.distributed import signals as interrupt
 from evener.hardware import accelerators
@@ -30,7 +30,7 @@ from evener.nn.dropout import Dropout
 from evener.nn.fqn import clean_name
 from evener.nn.tensor_parallel_conv1d import is_transposed
 from evener.strategies.tensor.candidates import Place, TriedRegion
-from evener.strategies.tensor.region_check import Judge, UndividedCall, copied
+from evener.strategies.tensor.region_check import Judge, UndividedCall, copied, dropping
 from evener.strategies.tensor.regions import obstacle, width
 from evener.torch_internals.modules import own_buffers, own_parameters
 
@@ -98,26 +98,17 @@ class Trials:
     @contextmanager
     def _prepared(self) -> Iterator[None]:
         modules = [*self._model.modules()]
-        before = {module: dict(vars(module)) for module in modules}
         held = [each for module in modules for each in (own_parameters(module), own_buffers(module))]
         tensors = [dict(each) for each in held]
         with ExitStack() as stack:
             stack.enter_context(outside())
-            stack.callback(self._back, before, list(zip(held, tensors, strict=True)))
+            stack.callback(_refill, list(zip(held, tensors, strict=True)))
+            stack.enter_context(attributes_kept(modules))
             self._lighten(modules)
             self._model.eval()
             for module in modules:
                 vars(module)["forward"] = _Watched(self, module, module.forward)
             yield
-
-    @staticmethod
-    def _back(before: dict[nn.Module, dict[str, Any]], tensors: list[tuple[Any, Any]]) -> None:
-        for module, was in before.items():
-            vars(module).clear()
-            vars(module).update(was)
-        for held, given in tensors:
-            held.clear()
-            held.update(given)
 
     def _lighten(self, modules: Sequence[nn.Module]) -> None:
         """Replaces parameters by ones without memory of their own. Buffers keep their numbers, or get ones or zeros."""
@@ -299,15 +290,8 @@ class Trials:
 
             return act
 
-        def dropped(layer: str) -> Callable[..., Any]:
-            def act(own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-                whole.dropped[layer] = tuple(args[0].shape)
-                return own(*args, **kwargs)
-
-            return act
-
         acting = {layer: noted(layer) for layer in self._free(name)}
-        acting |= {each: dropped(each) for each in self.dropouts(name)}
+        acting |= {each: dropping(each, whole.dropped) for each in self.dropouts(name)}
         whole.output = self.run_alone(forward, whole, acting)
         for layer in often:
             whole.calls.pop(layer, None)
@@ -343,6 +327,12 @@ class Trials:
     def dropouts(self, name: str) -> list[str]:
         """Returns the names of Evener's dropouts in a module."""
         return [each for each, module in self.modules_in(name).items() if isinstance(module, Dropout)]
+
+
+def _refill(tensors: list[tuple[Any, Any]]) -> None:
+    for held, given in tensors:
+        held.clear()
+        held.update(given)
 
 
 def _shared_places(modules: Mapping[str, nn.Module]) -> set[Place]:

@@ -20,7 +20,6 @@ from evener.core.attempts import ATTEMPTS
 from evener.core.config.sizes import parse_limits
 from evener.core.records import RECORDS
 from evener.errors import ConfigurationError, DataError
-from evener.files import read_json
 from evener.tools.report import schema
 from evener.tools.report.columns import Numbers
 from evener.tools.report.events import Happenings
@@ -52,6 +51,7 @@ from evener.tools.report.step_reader import EPOCH, SAMPLES, SECONDS, StepReader
 from evener.tools.report.step_series import WARM, StepTables, rounded
 from evener.tools.report.verdict import verdict_of
 from evener.training.reporting.run_dir import is_held
+from evener.training.reporting.task_file import read_object
 
 
 def report_of(run: Path, calibration: Path | None = None) -> Report:
@@ -282,20 +282,13 @@ def _state(directory: Path, summary: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Returns the content of a JSON file; empty if it is not there.
-
-    Raises:
-        DataError: If it is something else, or cannot be read.
-    """
+    """Returns the content of a JSON file of a run; empty if it is not there."""
     try:
-        found = read_json(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} is no file of a run: it holds a {type(found).__name__}")
-    return found
+        return read_object(path)
+    except DataError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return {}
+        raise
 
 
 def _list(value: Any) -> list[Any]:

@@ -122,9 +122,9 @@ def origin(run: Path) -> Origin:
         raise ConfigurationError(
             f"{run} is no run directory: it has no config.json; name the directory that `evener train` has left"
         )
-    settings, task = _read(directory / "config.json"), {}
+    settings, task = read_object(directory / "config.json"), {}
     if (directory / _FILE).is_file():
-        task = _read(directory / _FILE)
+        task = read_object(directory / _FILE)
     return Origin(*_task(directory / _FILE, task), _carried(directory / "config.json", settings))
 
 
@@ -156,11 +156,16 @@ def _carried(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Reads a JSON file of a run.
+
+    Raises:
+        DataError: If it cannot be read, or holds no names with values.
+    """
     try:
         found = read_json(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise DataError(f"{path} is no record of a run: it holds a {type(found).__name__}")
+        raise DataError(f"{path} is no file of a run: it holds a {type(found).__name__}")
     return found
