@@ -130,13 +130,14 @@ def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _held(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def held_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Returns the parameters that an optimizer updates."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _refuse_strangers(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     own = {id(parameter) for parameter in model.parameters()}
-    strangers = [tensor for tensor in _held(optimizer) if id(tensor) not in own]
+    strangers = [tensor for tensor in held_by(optimizer) if id(tensor) not in own]
     if strangers:
         shapes = _shown([str(tuple(tensor.shape)) for tensor in strangers])
         raise TaskError(
@@ -147,7 +148,7 @@ def _refuse_strangers(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
 
 
 def _check_coverage(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    held = {id(tensor) for tensor in _held(optimizer)}
+    held = {id(tensor) for tensor in held_by(optimizer)}
     missed = [name for name, p in clean_names(model) if p.requires_grad and id(p) not in held]
     if not missed:
         return

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evener.components.microbatches import by_samples, detached
+from evener.components.microbatches import by_samples
 from evener.components.model_trial import attributes_kept, state_kept
 from evener.core.losses import Loss, Sum
 from evener.core.losses.torch_losses import TorchLoss
 from evener.core.types import Tree
-from evener.data.batch import MicroBatch, map_leaves, tensors_in
+from evener.data.batch import MicroBatch, detached, map_leaves, tensors_in
 from evener.distributed import signals as interrupt
 from evener.errors import LossError
 from evener.hardware.generators import all_kept

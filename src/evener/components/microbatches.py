@@ -55,11 +55,6 @@ def by_samples(tree: Any, samples: int) -> bool:
     return all(fits)
 
 
-def detached(leaf: Any) -> Any:
-    """Returns a tensor detached from its graph, and anything else unchanged."""
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
 def joined(trees: Sequence[Any]) -> Any:
     """Concatenates the tensors of trees of the same form, row by row. Returns a tree of that form."""
     form, _ = taken_apart(trees[0])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from evener.components.model_init import named_tensors
 from evener.components.sharded_tensor.local import local
 from evener.components.sharded_tensor.shard_spec import ShardSpec, shard_spec
-from evener.core.half_precision import is_half
+from evener.core.half_precision import widened
 from evener.core.task.average import Average
 from evener.core.text import counted, few
 from evener.errors import ConfigurationError
@@ -46,7 +46,7 @@ class WeightAverage:
             with outside():
                 kept = get_model_state_dict(model).keys()
             live = {name: value for name, value in self._live().items() if name in kept}
-            self._averages = {name: _wide(local(value.detach())).clone() for name, value in live.items()}
+            self._averages = {name: widened(local(value.detach())).clone() for name, value in live.items()}
             first = {id(tensor): name for name, tensor in reversed(named_tensors(model).items())}
             tensors = named_tensors(model).items()
             self._names = {
@@ -153,7 +153,3 @@ class WeightAverage:
         for name, average in self._averages.items() if found else ():
             piece = pieces[name]
             average.copy_(cut(found[name], piece) if cut is not None and piece is not None else found[name])
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.float() if is_half(value) else value

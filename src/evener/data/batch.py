@@ -182,6 +182,16 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
+def detached(leaf: Any) -> Any:
+    """Returns a tensor detached from its graph, and anything else unchanged."""
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def cloned(leaf: Any) -> Any:
+    """Returns a copy of a tensor, which may be written to, and anything else unchanged."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
 def leaves_of(tree: Any) -> list[Any]:
     """Returns the leaves that :func:`map_leaves` visits, in its order."""
     found: list[Any] = []

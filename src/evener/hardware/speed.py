@@ -36,7 +36,7 @@ def measure(device: torch.device, clock: Clock = time.perf_counter) -> Speed:
             speed.products[dtype] = product_speed(device, dtype, clock)
         return replace(speed, **_transfers(device, clock))
     except (RuntimeError, MemoryError) as error:  # an unsupported card, or one whose memory is full
-        return replace(speed, error=_first_line(error))
+        return replace(speed, error=first_line(error))
 
 
 def dtypes_of(device: torch.device) -> tuple[str, ...]:
@@ -122,5 +122,6 @@ def _seconds(call: Callable[[], object], device: torch.device, clock: Clock) -> 
     return clock() - start
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Returns the kind of an error, and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

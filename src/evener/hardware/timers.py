@@ -164,27 +164,27 @@ class EventStopwatch(Stopwatch):
         self.start()
 
     def start(self) -> None:
-        self._began = _event()
+        self._began = recorded_event()
         self._marked: torch.Event | None = None
         self._pauses: list[Pause] = []
         self._passes: list[tuple[torch.Event, torch.Event, list[Pause]]] = []
         self._counted = 0
 
     def mark(self) -> None:
-        self._marked, self._counted = _event(), len(self._pauses)
+        self._marked, self._counted = recorded_event(), len(self._pauses)
 
     def pause(self) -> None:
-        self._paused = _event()
+        self._paused = recorded_event()
 
     def resume(self) -> None:
-        self._pauses.append((self._paused, _event()))
+        self._pauses.append((self._paused, recorded_event()))
 
     def begin_forward(self) -> None:
-        self._pass = _event(), len(self._pauses)
+        self._pass = recorded_event(), len(self._pauses)
 
     def end_forward(self) -> None:
         begun, pauses = self._pass
-        self._passes.append((begun, _event(), self._pauses[pauses:]))
+        self._passes.append((begun, recorded_event(), self._pauses[pauses:]))
 
     def forward(self) -> Readout:
         """Returns the time of the forward passes. Reading the value waits until the device has passed the last one."""
@@ -201,10 +201,10 @@ class EventStopwatch(Stopwatch):
 
     def whole(self) -> Readout:
         """Returns the time including pauses. Reading the value waits for the device, which may wait for other ranks."""
-        return DeferredValue(partial(_elapsed_seconds, self._began, _event(), []))
+        return DeferredValue(partial(_elapsed_seconds, self._began, recorded_event(), []))
 
     def so_far(self) -> float:
-        return _elapsed_seconds(self._began, _event(), self._pauses)
+        return _elapsed_seconds(self._began, recorded_event(), self._pauses)
 
 
 Pause = tuple[torch.Event, torch.Event]
@@ -216,7 +216,8 @@ def _elapsed_seconds(began: torch.Event, marked: torch.Event, pauses: list[Pause
     return float(began.elapsed_time(marked) - paused) / 1e3
 
 
-def _event() -> torch.Event:
+def recorded_event() -> torch.Event:
+    """Returns an event with a time, recorded in the device's current stream."""
     event = torch.Event(enable_timing=True)
     event.record()
     return event

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evener.components.build import held_by
 from evener.data.batch import Batch, tensors_in
 from evener.hardware.memory import MemoryTracker, made_as
 from evener.hardware.memory.counters import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, OTHER, PARAMETERS
@@ -39,7 +40,7 @@ def updates_named(account: MemoryTracker, learner: Learner) -> Iterator[None]:
 
     def before(updating: torch.optim.Optimizer, *_: Any) -> None:
         # With updates in backward, the optimizer holds one parameter.
-        named = learner.model.parameters() if updating is optimizer else _updated(updating)
+        named = learner.model.parameters() if updating is optimizer else held_by(updating)
         account.name(GRADIENTS, (p.grad for p in named))
         making.enter_context(made_as(OTHER))
 
@@ -48,7 +49,7 @@ def updates_named(account: MemoryTracker, learner: Learner) -> Iterator[None]:
         if updating is optimizer:
             name_model(account, learner)
         else:
-            account.name(OPTIMIZER, tensors_in([optimizer.state.get(p) for p in _updated(updating)]))
+            account.name(OPTIMIZER, tensors_in([optimizer.state.get(p) for p in held_by(updating)]))
 
     hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
     try:
@@ -57,10 +58,6 @@ def updates_named(account: MemoryTracker, learner: Learner) -> Iterator[None]:
         making.close()
         for hook in hooks:
             hook.remove()
-
-
-def _updated(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def gradients_of(learner: Learner) -> Iterator[Tensor]:

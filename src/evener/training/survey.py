@@ -16,7 +16,7 @@ from evener.distributed.session import Session, threads_per_rank
 from evener.errors import ConfigurationError, EvenerError, InterruptedRunError
 from evener.hardware.diagnosis.diagnose import worst
 from evener.hardware.diagnosis.findings import LEVELS, Finding
-from evener.hardware.speed import measure
+from evener.hardware.speed import first_line, measure
 from evener.hardware.survey.facts import MeasuredLink, Plan, Speed, Survey
 from evener.hardware.survey.host import cores_allowed
 from evener.hardware.survey.nvml import ask_brakes, find_nvml
@@ -98,7 +98,7 @@ def with_links(survey: Survey, timeout_seconds: float) -> Survey:
     except InterruptedRunError:
         raise
     except EvenerError as error:
-        return replace(survey, links_error=_first_line(error))
+        return replace(survey, links_error=first_line(error))
     return replace(survey, links=tuple(links))
 
 
@@ -118,10 +118,6 @@ def pairs_of(ranks: int) -> list[tuple[int, int]]:
     if ranks <= _ALL_PAIRS:
         return [(a, b) for a in range(ranks) for b in range(a + 1, ranks)]
     return [(rank, (rank + 1) % ranks) for rank in range(ranks)]
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def head_line(session: Session, config: RunConfig) -> str:
@@ -166,4 +162,4 @@ def _glanced(session: Session, config: RunConfig, cores: int) -> Finding | None:
         survey = glance(plan, evener_version(), accelerators=config.device != "cpu")
         return worst(replace(survey, host=replace(survey.host, allowed_cores=cores)))
     except (RuntimeError, OSError, ValueError) as error:  # a failed survey must not stop a run
-        return Finding("note", "unknown", f"this machine could not be surveyed: {_first_line(error)}", SEE)
+        return Finding("note", "unknown", f"this machine could not be surveyed: {first_line(error)}", SEE)

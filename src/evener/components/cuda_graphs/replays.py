@@ -38,7 +38,7 @@ from evener.components.cuda_graphs.unfit import (
 )
 from evener.components.model_with_loss import Replica
 from evener.core.task.task import Task
-from evener.data.batch import MicroBatch
+from evener.data.batch import MicroBatch, cloned
 from evener.errors import DivergenceError
 from evener.nn.context import Scope, current, resumed
 from evener.nn.fqn import clean_name
@@ -208,7 +208,7 @@ class Replays:
         memory = {each.untyped_storage().data_ptr(): name for name, each in state.tensors}
         kept = {address: name for address, name in memory.items() if address not in buffers}
         versions = {each: version(each) for each in self._model.buffers()}
-        drawn, copied = host_draws(self._device), micro.map(_cloned)
+        drawn, copied = host_draws(self._device), micro.map(cloned)
         with (
             own_leaves(self._model, trained) as leaves,
             recorder.warming_up(),
@@ -237,7 +237,7 @@ class Replays:
             return eager(micro)
         self._slowed()
         self._drop_handles()
-        before, given = PassState(self._model, self._device), micro.map(_cloned)
+        before, given = PassState(self._model, self._device), micro.map(cloned)
         first = {"the loss": recorded.forward(given), **PassState(self._model, self._device).buffers}
         before.restore()
         try:
@@ -337,10 +337,6 @@ def replica_of(replays: Replays | None, model: nn.Module, task: Task) -> Replica
     """Returns the model with the task's loss, replayed if ``replays`` are given."""
     kind = Replica if replays is None else partial(ReplayedReplica, replays)
     return kind(model, task.exact_loss(), task.forward)
-
-
-def _cloned(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _first_line(error: Exception) -> str:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from evener.hardware.accelerators import WITH_STREAMS
+from evener.hardware.timers import recorded_event
 
 FORWARD, BACKWARD, EXCHANGE, INPUT, UPDATE, SAVING = range(6)
 """Parts, in the order of the fields of `StepTimes`. ``FORWARD`` is all that the rank does outside of the others: also
@@ -36,15 +37,9 @@ class PartClock(NamedTuple):
     """True if a mark costs less than a microsecond."""
 
 
-def _event() -> torch.Event:
-    event = torch.Event(enable_timing=True)
-    event.record()
-    return event
-
-
 _OF_HOST = PartClock(time.perf_counter, lambda begin, end: end - begin, lambda mark: True, True)
 _OF_EVENTS = PartClock(
-    _event, lambda begin, end: begin.elapsed_time(end) / 1e3, lambda mark: bool(mark.query()), False
+    recorded_event, lambda begin, end: begin.elapsed_time(end) / 1e3, lambda mark: bool(mark.query()), False
 )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from evener.components.model_init import in_type, settle_on
 from evener.components.tree_spec import taken_apart
-from evener.data.batch import map_leaves
+from evener.data.batch import cloned, detached, map_leaves
 from evener.hardware import accelerators
 from evener.nn.context import outside
 from evener.strategies.pipeline.stages import crossings
@@ -129,7 +129,7 @@ def _timed_once(layer: Callable[..., Any], args: Any, kwargs: Any, device: torch
         outputs = [tensor for tensor in taken_apart(found)[1] if tensor.requires_grad]
         if outputs:
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-    return elapsed(), map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, found)
+    return elapsed(), map_leaves(detached, found)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -181,7 +181,7 @@ def measure(
 
     def interpreted() -> Measuring:
         made = Measuring(model, graph, device, dtype)
-        made.run(*map_leaves(_kept, inputs))
+        made.run(*map_leaves(cloned, inputs))
         return made
 
     return _costs(graph, device, interpreted, _PASSES)
@@ -205,8 +205,3 @@ def _costs(
     seconds = {layer: min(one.seconds[layer] for one in passes) for layer in passes[0].seconds}
     nbytes = passes[0].nbytes
     return LayerCosts(seconds, tuple(sum(nbytes[node] for node in crossing) for crossing in crossings(graph)))
-
-
-def _kept(leaf: Any) -> Any:
-    """Copies a tensor: the model may write to its arguments."""
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evener.components.microbatches import by_samples, detached, joined
+from evener.components.microbatches import by_samples, joined
 from evener.components.model_with_loss import term_of
 from evener.components.tree_spec import holes_in, put_together, signature, taken_apart
-from evener.data.batch import MicroBatch, map_leaves
+from evener.data.batch import MicroBatch, cloned, detached, map_leaves
 from evener.hardware.async_read import Readout, kept
 from evener.hardware.profile_ranges import named_range
 from evener.nn.attention_dispatch import attending
@@ -171,11 +171,7 @@ class ScheduleRunner:
     def _send_on(self, stage: int, micro: int, found: tuple[Any, ...]) -> list[Tensor]:
         # Split backward detaches outputs in place, which does not work for a view: sends copies.
         split = self._plan.backward == INPUT
-        values = (
-            map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, found)
-            if split
-            else found
-        )
+        values = map_leaves(cloned, found) if split else found
         self._post.send(self._key(micro, FORWARD, stage), values, (stage + 1) % self._post.degree)
         return taken_apart(values)[1]
 

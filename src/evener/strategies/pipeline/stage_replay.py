@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from evener.components.tree_spec import taken_apart
-from evener.data.batch import map_leaves
+from evener.data.batch import cloned, map_leaves
 from evener.errors import ConfigurationError
 from evener.strategies.pipeline.module_calls import answered
 from evener.strategies.pipeline.stages import Stage, Stages
@@ -95,7 +95,7 @@ class Replay:
         if not last and not any(node.op == "call_module" for node in stage.calls):
             return run.handed_on()
         if self._graph.overwrites_inputs and len(self._stages) > 1:
-            args, kwargs = map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
+            args, kwargs = map_leaves(cloned, (args, kwargs))
         try:
             with answered(self._leaves, run.called):
                 found = self._forward(*args, **kwargs)
@@ -160,7 +160,7 @@ class _Run:
     def _keep(self, node: fx.Node, found: Any) -> None:
         """Keeps a result for later stages. It is copied if the code around modules writes into it."""
         if node in self._stage.handed_on:
-            self._values[node] = map_leaves(_copied, found) if node.meta[OVERWRITTEN] else found
+            self._values[node] = map_leaves(cloned, found) if node.meta[OVERWRITTEN] else found
         if self._next > len(self._forms):
             self._forms.append(map_leaves(_form, found))
 
@@ -199,7 +199,3 @@ _WAYS = (
 
 def _form(leaf: Any) -> Any:
     return TensorForm(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

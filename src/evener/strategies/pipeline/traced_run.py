@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from evener.components.tree_spec import taken_apart
-from evener.data.batch import map_leaves
+from evener.data.batch import cloned, detached, map_leaves
 from evener.errors import EvenerError, TaskError
 from evener.hardware import accelerators
 from evener.nn.context import outside
@@ -100,7 +100,7 @@ class Rehearsal:
 
     def inputs(self) -> Arguments:
         """Returns a copy of the arguments, because a model may write into them."""
-        copied: Arguments = map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, self.arguments)
+        copied: Arguments = map_leaves(cloned, self.arguments)
         return copied
 
     def fewer(self) -> Arguments:
@@ -180,7 +180,7 @@ class _Noting:
             )
         self.names.append(name)
         found = forward(*args, **kwargs)
-        return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, found)
+        return map_leaves(detached, found)
 
 
 def _called_for(run: Callable[..., Any], inputs: Arguments) -> list[str] | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from evener.data.batch import leaves_of, map_leaves
+from evener.data.batch import detached, leaves_of, map_leaves
 from evener.data.division import own_slice
 from evener.distributed.environment import detect
 from evener.distributed.loop_watch import loop_watch
@@ -100,7 +100,7 @@ def gather(tree: T) -> T:
     current_batch = place.current_batch("evener.gather was called", tree)
     expected = len(current_batch.micro.samples)
     if current_batch.micro.sequence is not None:
-        tree = place.learner.cut.whole(map_leaves(_without_graph, tree), current_batch.micro)
+        tree = place.learner.cut.whole(map_leaves(detached, tree), current_batch.micro)
 
     def of_all(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -130,10 +130,6 @@ def _unlike(of_ranks: list[Any]) -> str:
         f"{texts[0]}: each rank may pad its share to a length of its own. Pad to one length on all ranks, as in the "
         "data set, or gather what is computed from them, with one shape for every sample"
     )
-
-
-def _without_graph(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def draw(function: Callable[..., Tensor], *sizes: int, **options: Any) -> Tensor:
