@@ -35,10 +35,20 @@ def is_kept(found: Any) -> bool:
         parts = parsed(found)
     except (TypeError, ValueError):
         return False
-    if not _is_dict(parts, _is_named):
+    if not _is_dict(parts, is_named):
         return False
     best, guard = parts.get("best", {}), parts.get("guard")
-    return (not best or _has(best, _BEST)) and (guard is None or _has(guard, {"empty": _is_count}))
+    return (not best or _has(best, _BEST)) and (guard is None or _has(guard, {"empty": is_count}))
+
+
+def is_count(value: Any) -> bool:
+    """Returns True for a whole number of at least 0."""
+    return type(value) is int and value >= 0
+
+
+def is_named(value: Any) -> bool:
+    """Returns True for a dictionary whose keys are texts."""
+    return _is_dict(value, lambda _: True)
 
 
 def _is(*kinds: type[Any]) -> Check:
@@ -46,17 +56,9 @@ def _is(*kinds: type[Any]) -> Check:
     return lambda value: type(value) in kinds
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
 def _is_dict(value: Any, check: Check) -> bool:
     """Returns True for a dictionary with text keys whose values all pass the check."""
     return isinstance(value, dict) and all(type(key) is str and check(each) for key, each in value.items())
-
-
-def _is_named(value: Any) -> bool:
-    return _is_dict(value, lambda _: True)
 
 
 def _is_list(value: Any, check: Check) -> bool:
@@ -64,7 +66,7 @@ def _is_list(value: Any, check: Check) -> bool:
 
 
 def _has(value: Any, parts: Mapping[str, Check]) -> bool:
-    return _is_named(value) and all(name in value and check(value[name]) for name, check in parts.items())
+    return is_named(value) and all(name in value and check(value[name]) for name, check in parts.items())
 
 
 def _is_group(value: Any) -> bool:
@@ -86,7 +88,7 @@ def _is_identity(value: Any) -> bool:
 
 
 _PROGRESS: dict[str, Check] = {
-    **dict.fromkeys(("epoch", "position", "steps", "samples"), _is_count),
+    **dict.fromkeys(("epoch", "position", "steps", "samples"), is_count),
     "seed": _is(int),
     "batch_size": _is(int),
     "length": _is(int, type(None)),
@@ -101,7 +103,7 @@ _BEST: dict[str, Check] = {
     "metric": _is(str),
     "lowest": _is(bool),
     "value": _is(int, float),
-    "steps": _is_count,
+    "steps": is_count,
 }
 _SAID: dict[str, Check] = {
     "options": lambda groups: _is_list(groups, lambda group: _is_dict(group, _is(str))),
@@ -111,18 +113,18 @@ _SAID: dict[str, Check] = {
 }
 _PARTS: dict[str, Check] = {
     "format": _is(int),
-    "ranks": _is_count,
+    "ranks": is_count,
     "progress": lambda value: _has(value, _PROGRESS),
     "optimizer": _is_optimizer,
-    "model": _is_named,
+    "model": is_named,
     "data": _is(dict),
-    "settings": _is_named,
+    "settings": is_named,
     "identity": _is_identity,
     "kept": is_kept,
     "said": lambda value: _has(value, _SAID),
 }
 _FURTHER: dict[str, Check] = {
-    "averaged": lambda value: _has(value, {"updates": _is_count, "number": _is_count}),
-    **dict.fromkeys(("balancer", "scheduler", "loss_scale", "stream"), _is_named),
+    "averaged": lambda value: _has(value, {"updates": is_count, "number": is_count}),
+    **dict.fromkeys(("balancer", "scheduler", "loss_scale", "stream"), is_named),
 }
 """Parts that not each run has."""

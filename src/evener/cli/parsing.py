@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -119,12 +119,16 @@ class Parser(argparse.ArgumentParser):
         named = [word.partition("=")[0] for word in strange if word.startswith("-")]
         if not named:
             return f"unrecognized arguments: {' '.join(strange)}"
-        near = _did_you_mean(named[0], self.options)
+        from evener.core.did_you_mean import did_you_mean
+
+        near = did_you_mean(named[0], self.options)
         return f"there is no option {named[0]}" + (f"; {near}" if near else "")
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        near = _did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2])) if wrong else ""
+        from evener.core.did_you_mean import did_you_mean
+
+        near = did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2])) if wrong else ""
         self.print_usage(sys.stderr)
         self.exit(2, f"{self.prog}: error: {message}{f'; {near}' if near else ''}\n")
 
@@ -186,9 +190,3 @@ class HelpFull(argparse.Action):
             action.help = full
         parser.print_help()
         parser.exit()
-
-
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    from evener.core.did_you_mean import did_you_mean
-
-    return did_you_mean(name, known)

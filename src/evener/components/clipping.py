@@ -86,10 +86,7 @@ def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Returns the 2-norm of the gradients that this rank holds."""
     given = list(parameters)
     found = [values(parameter) for parameter in with_gradient(given)]
-    return nn.utils.get_total_norm(found) if found else torch.zeros((), device=_device_of(given))
-
-
-def _device_of(parameters: list[nn.Parameter]) -> torch.device | None:
-    """Returns the device of the parameters, for a norm of no gradients: other ranks may have some, and wait for this
-    rank's number."""
-    return parameters[0].device if parameters else None
+    if found:
+        return nn.utils.get_total_norm(found)
+    # Other ranks may have gradients, and wait for this rank's number on the device.
+    return torch.zeros((), device=given[0].device if given else None)

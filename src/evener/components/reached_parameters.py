@@ -7,7 +7,8 @@ do not see it, and hooks on the node do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -50,3 +51,14 @@ class ReachedParameters:
     def has(self, parameter: nn.Parameter) -> bool:
         """Returns True if the last pass has reached the parameter."""
         return parameter in self._found if self._handles else parameter.grad is not None
+
+
+def nodes_behind(total: Tensor) -> Iterator[Any]:
+    """Yields each node of the backward graph of ``total`` once."""
+    seen, todo = set[Any](), [total.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo.extend(each for each, _ in node.next_functions)

@@ -66,7 +66,7 @@ class _Attending(TorchFunctionMode):
         self._answers: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._scaled_dot_product,
             F.multi_head_attention_forward: self._multi_head,
-            Tensor.backward: self._backward_from,
+            Tensor.backward: self._backward,
             torch.autograd.backward: self._backward,
             torch.autograd.grad: self._gradients,
         }
@@ -115,16 +115,6 @@ class _Attending(TorchFunctionMode):
         mixed = mixed.permute(2, 0, 1, 3).flatten(2)
         return F.linear(mixed, call["out_proj_weight"], call["out_proj_bias"]), None
 
-    def _backward_from(
-        self,
-        tensor: Tensor,
-        gradient: Tensor | None = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Tensor | Sequence[Tensor] | None = None,
-    ) -> None:
-        run_backward(self, tensor, gradient, retain_graph, create_graph, inputs)
-
     def _backward(
         self,
         tensors: Tensor | Sequence[Tensor],
@@ -132,8 +122,11 @@ class _Attending(TorchFunctionMode):
         retain_graph: bool | None = None,
         create_graph: bool = False,
         inputs: Tensor | Sequence[Tensor] | None = None,
+        gradient: Tensor | None = None,
     ) -> None:
-        run_backward(self, tensors, grad_tensors, retain_graph, create_graph, inputs)
+        """Stands for the function and the method of a tensor, which calls its ``grad_tensors`` ``gradient``."""
+        given = gradient if grad_tensors is None else grad_tensors
+        run_backward(self, tensors, given, retain_graph, create_graph, inputs)
 
     def _gradients(self, *args: Any, **kwargs: Any) -> Any:
         given = _GRADIENTS.bind(*args, **kwargs)

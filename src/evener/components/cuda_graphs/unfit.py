@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evener.components.reached_parameters import nodes_behind
 from evener.data.batch import tensors_in
 from evener.nn.context import Scope
 from evener.nn.fqn import clean_name
@@ -84,17 +85,8 @@ class OperatorWatch(DispatchMode):
 
 def leaves_of(total: Tensor) -> set[Tensor]:
     """Returns the tensors whose gradients backward from ``total`` would accumulate."""
-    found, seen, todo = set[Tensor](), set[Any](), [total.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            found.add(leaf)
-        todo.extend(below for below, _ in node.next_functions)
-    return found
+    leaves = (getattr(node, "variable", None) for node in nodes_behind(total))
+    return {leaf for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def hooked_module(model: nn.Module) -> str:

@@ -176,7 +176,7 @@ def compare(runs: ComparedRuns, config: RunConfig, name: str, tolerance: float |
         reference_losses=reference.losses,
         losses=divided.losses,
         max_relative_loss_error=max(
-            map(_relative, reference.losses, divided.losses), key=_rank_error, default=0.0
+            map(_relative, reference.losses, divided.losses), key=size_of_error, default=0.0
         ),
         max_relative_weight_error=errors[largest],
         worst_parameter=largest,
@@ -264,7 +264,7 @@ def _by_kind(times: Numbers) -> dict[str, float]:
 
 
 def _largest(errors: Mapping[str, float]) -> str:
-    return max(errors, key=lambda name: _rank_error(errors[name]))
+    return max(errors, key=lambda name: size_of_error(errors[name]))
 
 
 def _relative(a: float, b: float) -> float:
@@ -273,5 +273,6 @@ def _relative(a: float, b: float) -> float:
     return abs(a - b) / (abs(a) or 1.0)
 
 
-def _rank_error(error: float) -> float:
+def size_of_error(error: float) -> float:
+    """Returns the error as a number to compare by: NaN is the largest."""
     return math.inf if math.isnan(error) else error

@@ -166,11 +166,10 @@ def _of_factor(evidence: Evidence, step: int, names: list[str]) -> str:
     penalty = {} if step else evidence.reference.penalty
     sizes = {name: float(value.norm()) for name, value in reference.items()}
     told = [name for name in names if sizes.get(name) and name in divided]
-    fits = [fit([_minus(divided, penalty, name)], [_minus(reference, penalty, name)]) for name in told]
-    if not fits or len(told) < len(names):
-        return ""
-    factor = median(factor for factor, _ in fits)
-    if any(rest > _ALIKE or abs(own - factor) > _ALIKE * abs(factor - 1) for own, rest in fits):
+    factor = common_factor(
+        [(_minus(divided, penalty, name), _minus(reference, penalty, name)) for name in told]
+    )
+    if factor is None or len(told) < len(names):
         return ""
     agreeing = [name for name in sizes if name not in names and sizes[name] > _ALIKE * max(sizes.values())]
     which = f"those of {listed(names)}" if agreeing else "all of them"
@@ -217,6 +216,15 @@ def fit(values: list[Tensor], basis: list[Tensor]) -> tuple[float, float]:
         return 0.0, 1.0
     factor = float(target @ unit / (unit @ unit))
     return factor, float((target - factor * unit).norm() / target.norm())
+
+
+def common_factor(pairs: list[tuple[Tensor, Tensor]]) -> float | None:
+    """Returns the factor from the second to the first of each pair; None if it is not the same for all."""
+    fits = [fit([value], [basis]) for value, basis in pairs]
+    factor = median([factor for factor, _ in fits] or [0.0])
+    if not fits or any(rest > _ALIKE or abs(own - factor) > _ALIKE * abs(factor - 1) for own, rest in fits):
+        return None
+    return factor
 
 
 def listed(names: list[str]) -> str:

@@ -72,10 +72,7 @@ def verify(
         raise ConfigurationError(
             f"verify takes its steps from the first weights on, and not from {config.resume}: leave resume out"
         )
-    if is_launched():
-        raise ConfigurationError(
-            "verify starts ranks of its own: call it in one process, without torchrun or srun"
-        )
+    check_alone()
     build = resolve(task, BUILT_IN, options)
     processes = check_plan(config)
     if processes < 2 and strategy_of(config, processes).label == "single":
@@ -197,4 +194,12 @@ def _check_partition(task: Task) -> None:
         raise ConfigurationError(
             "the task's data are partitioned by sample: who holds a sample decides which batch it is in, so that one "
             "device cannot take the same steps; verify the task with the same data in one place, partition='batch'"
+        )
+
+
+def check_alone() -> None:
+    """Raises ConfigurationError in a rank that a launcher has started."""
+    if is_launched():
+        raise ConfigurationError(
+            "verify starts ranks of its own: call it in one process, without torchrun or srun"
         )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from statistics import median
 
-from evener.tools.verify.hints import fit, listed
+from evener.tools.verify.hints import common_factor, listed
 from evener.tools.verify_script.comparison import Parting, ScriptRuns, gradients_part, values_part
 from evener.tools.verify_script.events import Event, Record, ScriptLine, What
 
@@ -212,13 +211,9 @@ def _factor(runs: ScriptRuns, parting: Parting) -> str:
     """Returns a text if all differing gradients are the same multiple of those of one device; else an empty string."""
     reference = runs.reference.events[parting.event].gradients
     divided = runs.divided[parting.rank].events[parting.event].gradients
-    fits = [fit([divided[n]], [reference[n]]) for n in parting.names if n in reference and n in divided]
-    if not fits or len(fits) < len(parting.names):
-        return ""
-    factor = median(factor for factor, _ in fits)
-    if any(rest > _ALIKE or abs(own - factor) > _ALIKE * abs(factor - 1) for own, rest in fits):
-        return ""
-    return f"they are {factor:.6g} times those of one device; "
+    pairs = [(divided[n], reference[n]) for n in parting.names if n in reference and n in divided]
+    factor = common_factor(pairs) if len(pairs) == len(parting.names) else None
+    return "" if factor is None else f"they are {factor:.6g} times those of one device; "
 
 
 def _cause_of_text(runs: ScriptRuns, parting: Parting) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from evener.tools.verify import rounding_floor as floors
-from evener.tools.verify.comparison import LIMIT
+from evener.tools.verify.comparison import LIMIT, size_of_error
 from evener.tools.verify.rounding_floor import Numbers, PlaceKind
 from evener.tools.verify_script.events import Event, Record, ScriptLine, What
 from evener.tools.verify_script.printed_output import OutputComparison
@@ -207,18 +207,14 @@ def _beyond(runs: ScriptRuns, times: Numbers, rank: int) -> Parting | None:
         return None
     first = min(beyond, key=lambda place: (place.step, _STAGES[place.kind]))
     same = [place for place in beyond if (place.step, place.kind) == (first.step, first.kind)]
-    names = [place.name for place in sorted(same, key=lambda place: -_size(times[place]))]
+    names = [place.name for place in sorted(same, key=lambda place: -size_of_error(times[place]))]
     events = runs.reference.events
     event = events[min(first.step, len(events) - 1)]
     kind = str(first.kind)
     if first.kind is PlaceKind.LOSS:
         kind, names = "backward" if event.what is What.BACKWARD else "loss", []
-    worst = max(_size(times[place]) for place in same)
+    worst = max(size_of_error(times[place]) for place in same)
     return Parting(first.step, kind, event.line, tuple(names), rank, worst)
-
-
-def _size(value: float) -> float:
-    return math.inf if math.isnan(value) else value
 
 
 def _printed(runs: ScriptRuns) -> Parting | None:

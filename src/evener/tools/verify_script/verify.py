@@ -10,11 +10,10 @@ from typing import Any, Unpack
 from evener.core.config.kwargs import Settings
 from evener.core.config.process_range import one_number
 from evener.core.config.run_config import RunConfig
-from evener.distributed.launch.launch import is_launched
 from evener.distributed.launch.script import file_of_script
 from evener.errors import ConfigurationError, EvenerError, InterruptedRunError
 from evener.tools.verify.comparison import LIMIT
-from evener.tools.verify.verification import ALL_RUNS, FIRST_RUNS, STRONGER
+from evener.tools.verify.verification import ALL_RUNS, FIRST_RUNS, STRONGER, check_alone
 from evener.tools.verify_script.causes import cause, difference, line_of
 from evener.tools.verify_script.comparison import (
     Parting,
@@ -125,10 +124,7 @@ def verify_script(
     if is_module and path.name == "__init__.py":
         name = f"{name}.__main__"  # of a package
         path = file_of_script(name, is_module)
-    if is_launched():
-        raise ConfigurationError(
-            "verify starts ranks of its own: call it in one process, without torchrun or srun"
-        )
+    check_alone()
     processes = one_number(given.processes) or 2
     if processes < 2:
         raise ConfigurationError("there is nothing to verify with 1 process: give at least --processes 2")

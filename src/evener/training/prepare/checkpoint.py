@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from evener.checkpoint.structure import is_count, is_named
 from evener.core.os_errors import os_error_behind, os_error_message
 from evener.core.plain_values import as_plain, unreadable
 from evener.core.text import few, printable, said
@@ -149,14 +150,6 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     return found, ""
 
 
-def _is_named(value: Any) -> bool:
-    return isinstance(value, dict) and all(type(name) is str for name in value)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
 def _is_random(value: Any) -> bool:
     try:
         torch.Generator().set_state(value)
@@ -166,12 +159,12 @@ def _is_random(value: Any) -> bool:
 
 
 def _is_batches(value: Any) -> bool:
-    return _is_named(value) and _is_count(value.get("step")) and _is_named(value.get("balancer"))
+    return is_named(value) and is_count(value.get("step")) and is_named(value.get("balancer"))
 
 
 _PARTS: dict[str, Callable[[Any], bool]] = {
-    "states": _is_named,
-    "values": _is_named,
-    "steps": _is_count,
+    "states": is_named,
+    "values": is_named,
+    "steps": is_count,
     "random": _is_random,
 }

@@ -10,13 +10,14 @@ a BatchNorm over all ranks, whose part of the other ranks' gradients is not zero
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from evener.components.reached_parameters import nodes_behind
 from evener.hardware.async_read import is_late
 
 
@@ -24,8 +25,10 @@ def silent(total: Tensor) -> Tensor:
     """Returns zero. Its backward pass sends zeros through the graph behind ``total``, if there is one."""
     if not total.requires_grad:
         return total.detach().new_zeros(())
-    for node in _nodes_behind(total):
-        if not isinstance(node, BackwardCFunction):
+    for node in nodes_behind(total):
+        if node.next_functions and not isinstance(
+            node, BackwardCFunction
+        ):  # not where a leaf gets its gradient
             node.register_hook(_zeros_of_zeros)
     return silence_of([total])
 
@@ -62,20 +65,6 @@ def _watch(node: Any) -> None:
         )
 
     node.register_hook(hook)
-
-
-def _nodes_behind(total: Tensor) -> Iterator[Any]:
-    """Yields the nodes of the backward graph, without those that accumulate the gradient of a leaf."""
-    seen = set[Any]()
-    open_nodes: list[Any] = [total.grad_fn]
-    while open_nodes:
-        node = open_nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.next_functions:
-            yield node
-            open_nodes.extend(each for each, _ in node.next_functions)
 
 
 def _zeros_of_zeros(gradients: Sequence[Any], came: Sequence[Any]) -> tuple[Any, ...] | None:
