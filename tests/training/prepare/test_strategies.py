@@ -280,6 +280,18 @@ LOOPS = (
 NAMED = {loop.__name__: loop for loop in LOOPS}
 
 
+def in_channels_last(is_prepared: bool) -> Weights:
+    torch.manual_seed(6)
+    layers = nn.Unflatten(1, (4, 1, 1)), nn.Conv2d(4, 7, 3, padding=1), nn.Flatten(), nn.Linear(7, 3)
+    made = nn.Sequential(*layers).double().to(memory_format=torch.channels_last)
+    loop = Loop(is_prepared, adamw, made)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        loop.backward(x, y)
+        loop.optimizer.step()
+    return found_of(loop)
+
+
 def check(found: Weights, expected: Weights) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -295,6 +307,12 @@ def test_it_is_the_loop_of_one_device(ranks: Any, loop: str, way: str) -> None:
         pytest.skip("the first pass, by which layers are chosen, does not go through all")
     expected = NAMED[loop](False)
     for found in ranks(2).run(prepared, NAMED[loop], **ALL[way]):
+        check(found, expected)
+
+
+def test_weights_may_be_in_channels_last(ranks: Any) -> None:
+    expected = in_channels_last(False)
+    for found in ranks(2).run(prepared, in_channels_last, **ZERO3):
         check(found, expected)
 
 

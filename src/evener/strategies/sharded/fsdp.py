@@ -120,6 +120,8 @@ class Fsdp(Strategy):
             with marks_kept(model):
                 model.to(settings.weight_type)
         check_types(model)
+        for parameter in model.parameters():  # FSDP2 takes no other, such as weights in channels_last
+            parameter.data = parameter.data.contiguous()
         before = {n: (shard_spec(p), {**vars(p)}) for n, p in model.named_parameters(remove_duplicate=False)}
         self._shard(model, device_mesh(group, mesh.device_type))
         for name, parameter in model.named_parameters(remove_duplicate=False):
