@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -34,6 +37,20 @@ def test_a_digest_sees_type_shape_and_what_is_no_tensor() -> None:
     items = [ones, ones.double(), ones.view(2, 2), (ones, 1), (ones, "1"), (ones, None), torch.zeros(0), []]
     assert len({digest_of(item) for item in items}) == len(items)
     assert digest_of({"a": ones, "b": np.arange(3)}) == digest_of({"a": ones.clone(), "b": np.arange(3)})
+
+
+def test_a_set_has_the_digest_of_its_items_in_any_order() -> None:
+    orders = "same", "other", "third"
+    first, second = dict.fromkeys(orders), dict.fromkeys(reversed(orders))
+    assert digest_of({*first}) == digest_of(frozenset(second)) != digest_of({"same"})
+    code = "from evener.data.fingerprint import digest_of; print(digest_of({*'abcdefgh'}))"
+    in_processes = {
+        subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, stdout=subprocess.PIPE
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(in_processes) == 1
 
 
 def test_a_view_of_the_conjugate_has_the_digest_of_its_numbers() -> None:

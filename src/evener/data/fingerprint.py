@@ -76,6 +76,8 @@ def digest_of(item: Any) -> str:
 
 
 def _bytes(leaf: Any) -> bytes:
+    if isinstance(leaf, set | frozenset):  # each process has an order of its own
+        return b"".join(sorted(map(_bytes, leaf)))
     if not isinstance(leaf, Tensor):
         return pickle.dumps(leaf)
     tensor = leaf.detach().cpu().resolve_conj()
