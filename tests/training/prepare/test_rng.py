@@ -73,6 +73,18 @@ def test_the_order_is_that_of_the_seed(ranks: Any, way: Callable[..., Any]) -> N
             torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
 
 
+def folds(is_prepared: bool) -> Weights:
+    """Each begins with the same seed and makes the same model, so that the default generator is where it was."""
+    return {f"{fold}.{name}": value for fold in range(3) for name, value in epochs(Loop(is_prepared)).items()}
+
+
+def test_each_fold_of_a_seed_has_its_order(ranks: Any) -> None:
+    expected = folds(False)
+    for found in ranks(2).run(prepared, folds):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
 @pytest.fixture
 def common() -> Any:
     before = torch.get_rng_state()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,15 +23,6 @@ from torch import Tensor
 _APART = 1 << 32
 _REMEMBERED = 4096
 """Number of states read last that are remembered."""
-
-
-class Seeding(NamedTuple):
-    """A state to which the loop has set the default generator."""
-
-    start: Tensor
-    """The new state."""
-    before: Tensor | None = None
-    """The state before, if known."""
 
 
 class Watched:
@@ -42,10 +33,10 @@ class Watched:
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
-        self.seeding: Seeding | None = None
-        """The last seeding that was not processed yet."""
+        self.seeding: Tensor | None = None
+        """The state to which the loop has set the generator last, if that was not processed yet."""
         self.is_on = False
-        self._read: dict[int, Seeding | None] = {}
+        self._read: dict[int, Tensor | None] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
@@ -62,29 +53,26 @@ class Watched:
 
     def set_state(self, state: Tensor) -> torch.Generator:
         """Sets the state. Counts as seeding, unless the state was read before."""
-        before = self._generator.get_state()
         self._generator.set_state(state)
         if self.is_on:
-            self.seeding = self._read.get(_sum_of(state), Seeding(state.clone(), before))
+            self.seeding = self._read.get(_sum_of(state), state.clone())
         return self._generator
 
     def manual_seed(self, seed: int) -> torch.Generator:
         """Seeds the generator."""
-        before = self._generator.get_state()
         self._generator.manual_seed(seed)
-        self._note(before)
+        self._note()
         return self._generator
 
     def seed(self) -> int:
         """Seeds the generator with another number on each rank."""
-        before = self._generator.get_state()
         found = self._generator.seed()
-        self._note(before)
+        self._note()
         return found
 
-    def _note(self, before: Tensor) -> None:
+    def _note(self) -> None:
         if self.is_on:
-            self.seeding = Seeding(self._generator.get_state(), before)
+            self.seeding = self._generator.get_state()
 
 
 class CommonRandom:
@@ -97,7 +85,7 @@ class CommonRandom:
     def __init__(self, state: Tensor, rank: int) -> None:
         self.state, self._rank = state, rank
         self.exchange: Callable[..., list[list[float]]] = lambda *numbers: [[*numbers]]
-        """Exchanges three numbers with all ranks; returns those of all."""
+        """Exchanges two numbers with all ranks; returns those of all."""
         self._default = torch.default_generator
         self._watched = Watched(self._default)
         self._known = {self._default.initial_seed()}
@@ -119,7 +107,7 @@ class CommonRandom:
         """Begins the loop: from now on, seeding is done by the loop."""
         self._default.set_state(self.state)
         self._known = {self._default.initial_seed()}
-        self._watched.seeding, self._watched.is_on = Seeding(self.state.clone()), True
+        self._watched.seeding, self._watched.is_on = self.state.clone(), True
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
@@ -140,18 +128,18 @@ class CommonRandom:
         Numbers that the loop has drawn since count only if all ranks drew the same, not if they depend on a rank's
         samples. Seeds that differ between ranks are for each rank's own numbers and are ignored.
         """
-        seeding, self._watched.seeding = self._watched.seeding, None
+        start, self._watched.seeding = self._watched.seeding, None
         seed = self._default.initial_seed()
-        if seeding is not None and seed != _seed_of(seeding.start):
-            seeding = None  # restored unnoticed, or set again
-        if seeding is None and seed in self._known:
-            return
-        start, before = seeding or Seeding(_seeded(seed))  # or by ``torch.default_generator`` itself
+        if start is not None and seed != _seed_of(start):
+            start = None  # restored unnoticed, or set again
+        if start is None:
+            if seed in self._known:
+                return
+            start = _seeded(seed)  # by ``torch.default_generator`` itself
         own = self._default.get_state()
-        taken_back = before is not None and torch.equal(own, before) and not torch.equal(own, start)
-        rows = self.exchange(float(_sum_of(own)), float(_sum_of(start)), float(taken_back))
+        rows = self.exchange(float(_sum_of(own)), float(_sum_of(start)))
         self._known = {seed}
-        if len({row[1] for row in rows}) > 1 or any(row[2] for row in rows):
+        if len({row[1] for row in rows}) > 1:
             return
         self.state = own if len({row[0] for row in rows}) == 1 else start
         self._draw_apart()
