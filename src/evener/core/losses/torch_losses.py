@@ -224,6 +224,11 @@ class TorchLoss(Loss):
     def divisor(self, global_count: float) -> float:
         return 1.0 if self._reduction == "sum" else global_count
 
+    @property
+    def is_over_elements(self) -> bool:
+        """True if the mean is over all elements of the targets."""
+        return self._reduction in ("mean", "none") and self._form.terms is _elements
+
     def __repr__(self) -> str:
         options = "".join(f", {name}={value}" for name, value in self._options.items() if value is not None)
         return f"exact({self._function.__name__}, reduction={self._reduction!r}{options})"

@@ -62,6 +62,10 @@ class CurrentBatch:
         """Number of samples that count on this rank."""
         return self.micro.size
 
+    def width(self, elements: int, rows: int) -> int:
+        """Returns the number of elements of a sample; 0 if the rows are not this rank's samples."""
+        return elements // rows if rows and rows == self.samples else 0
+
     def differs(self, other: CurrentBatch) -> bool:
         """Returns True if a loss may have taken the samples of one batch for those of the other."""
         if self.is_counted or other.is_counted:

@@ -28,7 +28,7 @@ from evener.training.prepare.global_loss_value import Confused, GlobalLossValue,
 from evener.training.prepare.late_checks import Number, nonzero_or, number_like, sum_of_numbers
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.loss_kind import LossKind
-from evener.training.prepare.rank_checks import check_marks
+from evener.training.prepare.rank_checks import check_marks, check_widths
 from evener.training.prepare.sample_tensor import Joint, Kind, plain_of
 from evener.training.prepare.zero_loss import silence_of, silent
 from evener.training.step.step import not_finite
@@ -75,6 +75,7 @@ def joined(
     batch: CurrentBatch | None = None,
     code: object = "known",
     own: Sequence[int] = (),
+    width: int = 0,
     is_marked: bool = True,
 ) -> Tensor:
     """Returns the sum of all ranks' totals, divided by the divisor for the sum of their counts. A collective call.
@@ -83,6 +84,7 @@ def joined(
         batch: The batch whose samples these are, if it need not be the current one.
         code: The place of the call; the same on all ranks.
         own: Numbers of this rank that the loop may mistake for those of all.
+        width: Number of elements of a sample if the mean is over all of them; 0 for any other mean.
         is_marked: Whether the result detects these numbers.
 
     Raises:
@@ -96,13 +98,14 @@ def joined(
     counts = bool(batch.micro.weight) and (isinstance(number, Tensor) or bool(number or is_sum))
     if not counts:
         total, number = silent(total), 0.0
-    graph = _graph_of(total, place)
+    width = 0 if is_sum or not counts or batch.micro.sequence is not None else width
+    said = partial(_exchanged, place, batch, code, graph=_graph_of(total, place), width=width)
     totals: Sequence[Number]
     numbers: Sequence[Number]
     if is_late:
-        totals, numbers, graphs = _on_devices(place, batch, code, total, number, graph, is_sum)
+        totals, numbers, graphs = _on_devices(place, said, total, number, is_sum)
     else:
-        rows = _exchanged(place, batch, code, float(total.detach()) if counts else 0.0, float(number), graph)
+        rows = said(float(total.detach()) if counts else 0.0, float(number))
         totals, numbers, graphs = ([row[at] for row in rows] for at in range(1, 4))
     _check_finite(place, totals, graphs)
     numbers = place.data.of_contributors(numbers)
@@ -129,19 +132,13 @@ def _takes_tensors(divisor: Callable[[Any], Any]) -> bool:
 
 
 def _on_devices(
-    place: LoopState,
-    batch: CurrentBatch,
-    code: object,
-    total: Tensor,
-    number: Number,
-    graph: int,
-    is_sum: bool,
+    place: LoopState, said: Callable[..., list[list[float]]], total: Tensor, number: Number, is_sum: bool
 ) -> tuple[Sequence[Number], Sequence[Number], list[float]]:
     """Returns the totals, numbers of terms and graphs of all ranks. Totals stay on the device, and so do numbers if
     that of a rank is there."""
     is_there = isinstance(number, Tensor)
     sent = 0.0 if is_there else float(number)
-    rows = _exchanged(place, batch, code, float(is_there), sent, graph, is_late=True)
+    rows = said(float(is_there), sent, is_late=True)
     if isinstance(number, Tensor) and not is_sum:
         total = total.detach().masked_fill(number.to(total.device) == 0, 0)  # a mean over nothing is NaN
     totals, counts = of_all(place, total, number).unbind(1)
@@ -188,14 +185,16 @@ def _exchanged(
     number: float,
     graph: int = _NONE,
     is_late: bool = False,
+    width: int = 0,
 ) -> list[list[float]]:
     """Returns for each rank the mark of its batch, a value, a number and a graph. A collective call."""
-    rows = place.exchange("the loss", batch.agreed, value, number, 4 * _code((code, is_late)) + graph)
+    rows = place.exchange("the loss", batch.agreed, value, number, 4 * _code((code, is_late)) + graph, width)
     check_marks([row[0] for row in rows])
     if len({row[3] // 4 for row in rows}) > 1:
         if code == "known":
             raise ConfigurationError(_ELSEWHERE)
         raise Parted
+    check_widths([row[4] for row in rows])
     return [[*row[:3], row[3] % 4] for row in rows]
 
 
@@ -334,6 +333,7 @@ class AllRanks(Joint):
             batch=self._batch,
             code=("sum", self._calls),
             own=sizes,
+            width=self._batch.width(*sizes) if len(sizes) > 1 and count == sizes[0] else 0,
             is_marked=self._is_marked,
         )
 

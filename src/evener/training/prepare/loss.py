@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from evener.components.loss_trial import LossTrial
 from evener.core.losses import Loss, exact
-from evener.core.losses.torch_losses import is_torch_loss
+from evener.core.losses.torch_losses import TorchLoss, is_torch_loss
 from evener.data.batch import MicroBatch, leaves_of, map_leaves
 from evener.errors import LossError
 from evener.nn.context import current
@@ -112,7 +112,9 @@ class OverAll:
         total, count = loss.total(outputs, targets), loss.count(targets)
         sizes = [leaf.numel() for leaf in leaves_of((outputs, targets)) if isinstance(leaf, Tensor)]
         own = sizes if is_torch_loss(self.function) else []
-        return joined(self._place, total, count, loss.divisor, own=own)
+        over_all = isinstance(loss, TorchLoss) and loss.is_over_elements
+        width = self._place.current_batch("").width(targets.numel(), len(targets)) if over_all else 0
+        return joined(self._place, total, count, loss.divisor, own=own, width=width)
 
     def _is_by_samples(self) -> bool:
         return self._is_trusted and _option(self.function, "reduction") == "none"
@@ -230,7 +232,9 @@ def global_mean(place: LoopState, value: Tensor, count: float | Tensor) -> Tenso
         raise LossError(_TWICE)
     value = plain_of(value)
     if value.dim():
-        return joined(place, total_of(value), count)
+        over_all = not isinstance(count, Tensor) and count == value.numel()
+        width = place.current_batch("").width(value.numel(), len(value)) if over_all else 0
+        return joined(place, total_of(value), count, width=width)
     value = value.to(torch.promote_types(value.dtype, torch.float32))  # the sum may overflow float16
     if isinstance(count, Tensor) and place.later.is_late(count):
         return joined(place, silent_if_zero(value) * count.to(value.dtype), count)

@@ -222,7 +222,8 @@ class Arguments:
                 self._known[path] = _ROWS
             elif is_same and not is_row:
                 self._known[path] = _SAME
-            if is_row and self._known.get(path) != _SAME:
+            # Each rank may have filled up its rows to a length of its own. A function of sums takes them as they are.
+            if all(each and each.is_row for each in seen) and self._known.get(path) != _SAME:
                 rows.add(path)
         return Told(self, said, samples, leaves, entries, lists, frozenset(rows), unsure)
 
