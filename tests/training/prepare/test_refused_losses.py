@@ -17,6 +17,7 @@ from evener.errors import DivergenceError, EvenerError
 from tests.ids import placeless
 from tests.training.prepare.running import with_settings
 from tests.training.prepare.test_kinds_of_loss import (
+    LENGTH,
     Model,
     Step,
     contrastive,
@@ -72,6 +73,29 @@ def of_several_passes(model: nn.Module, loss: Any, batch: Any) -> Tensor:
     found: Tensor = evener.global_mean(
         made[0].mean() if evener.rank() else torch.zeros(()).double(), 2 - evener.rank()
     )
+    return found
+
+
+def weighted(o: Tensor, y: Tensor, weight: Any) -> Tensor:
+    """A sum over samples, with a weight for each place or for all."""
+    return (F.cross_entropy(o.transpose(1, 2), y, reduction="none") * weight).mean()
+
+
+def by_own_weights(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    found: Tensor = loss(model(batch[0]), batch[1], batch[2].sum().expand(LENGTH))
+    return found
+
+
+def by_an_own_factor(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    found: Tensor = loss(model(batch[0]), batch[1], float(batch[2].sum()))
+    return found
+
+
+def by_an_own_mean(model: nn.Module, loss: Any, batch: Any) -> Tensor:
+    """A mean that moves with the samples of a rank, and is the same on all ranks in the first batch."""
+    held = vars(model).setdefault("held", [torch.ones(LENGTH).double()])
+    found: Tensor = loss(model(batch[0]), batch[1], held[0])
+    held[0] = 0.9 * held[0] + 0.1 * batch[2].mean()
     return found
 
 
@@ -148,6 +172,14 @@ REFUSED: tuple[tuple[Any, Step, str, str], ...] = (
         "rows that evener.gather gave have other gradients on rank 1",
     ),
     (slope, of_slopes, "2,1", r"slope takes gradients of .*Take them in the loop.*evener\.global_mean"),
+    (weighted, by_own_weights, "2,1", "no row of samples and differs between ranks, argument 3"),
+    (weighted, by_an_own_factor, "equal", "no row of samples and differs between ranks, argument 3"),
+    (
+        weighted,
+        by_an_own_mean,
+        "equal",
+        "no row of samples and differs between ranks, (argument 3|something)",
+    ),
     (contrastive, of_no_rows, "equal", "has no row for each of a rank's samples"),
     (words, of_several_passes, "2,1", "the loss of rank 0 follows from none of its model's outputs"),
 )

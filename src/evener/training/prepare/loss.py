@@ -65,6 +65,7 @@ class OverAll:
         self._way = LossKind.SUMS if is_torchs_own(function) else None
         self._is_trusted = self._way is not None
         self._courses: set[int] = set()
+        self._calls = 0
 
     @property
     def function(self) -> Any:
@@ -120,6 +121,7 @@ class OverAll:
         return self._is_trusted and _option(self.function, "reduction") == "none"
 
     def _of_any(self, args: Any, kwargs: Any) -> Any:
+        self._calls, told = self._calls + 1, None
         if self._way is None:
             told = self._of_rows.told((args, kwargs))
             tries = [ways.wrapped((args, kwargs)) for ways in told.ways]
@@ -129,6 +131,10 @@ class OverAll:
             if way is LossKind.UNKNOWN:
                 return self._of_rows((args, kwargs), told)
             self._way = way
+        elif self._way < LossKind.WHOLE and not self._calls & (self._calls - 1):
+            told = self._of_rows.told((args, kwargs))
+        if self._way < LossKind.WHOLE and told and self._place.current_batch("").micro.sequence is None:
+            self._of_rows.check_numbers(told, (args, kwargs))
         made = self._of_sums(args, kwargs, self._way) if self._way < LossKind.WHOLE else _PARTED
         if made is _PARTED:
             self._way = LossKind.WHOLE

@@ -93,6 +93,8 @@ class SeenPlace(NamedTuple):
     """Of the contents; empty if nobody needs it."""
     is_alike: bool = False
     """True for a list whose entries are all the same, as that of the anchors of each image."""
+    floats: str = ""
+    """The type and shape of floating-point numbers; empty for anything else."""
 
 
 class OfRank(NamedTuple):
@@ -180,9 +182,8 @@ class Arguments:
             asked = not is_row or (free and self._known.get(path) != _ROWS)
             text = f"{leaf.dtype} {leaf.shape}" if asked and is_late(leaf) and not (is_row or inside) else ""
             digest = text or (_digest_of(leaf) if asked else "")
-            found[path] = SeenPlace(
-                -1, f"{leaf.dtype} {tuple(leaf.shape[1:])}" if is_row else "", is_row, free, digest
-            )
+            kind = f"{leaf.dtype} {tuple(leaf.shape[1:])}" if is_row else ""
+            found[path] = SeenPlace(-1, kind, is_row, free, digest, floats=_floats_of(leaf))
         return rows, found
 
     def told(self, said: Sequence[OfRank], samples: Sequence[OfRank]) -> Told:
@@ -312,19 +313,35 @@ class Told:
             if not (_is_below(path, self.ways[0].entries) or _are_rows(seen) or _are_same(seen)):
                 yield path, all(each is not None and each.is_row for each in seen)
 
-    def of_no_sample(self, given: Any) -> list[Any]:
-        """Returns the leaves that are no rows and in no list of entries."""
-        found: list[Any] = []
+    def numbers(self) -> Iterator[tuple[Path, bool]]:
+        """Yields the places of floating-point numbers of no sample, of one shape on all ranks, and whether they differ.
+
+        What else is of no sample may differ, as the length to which each rank pads.
+        """
+        for path, seen in self._leaves.items():
+            shapes = {each and each.floats for each in seen}
+            if path not in self.ways[0].rows and len(shapes) == 1 and any(shapes):
+                yield path, _are_same(seen) is False
+
+    def of_no_sample(self, given: Any) -> dict[Path, Any]:
+        """Returns the leaves that are no rows and in no list of entries, by their places."""
+        found = dict[Path, Any]()
 
         def visit(path: Path, part: Any) -> Any:
             if path in self.ways[0].entries:
                 return part
             if path in self._leaves and path not in self.ways[0].rows:
-                found.append(plain_of(part))
+                found[path] = plain_of(part)
             return GO_ON
 
         map_parts(visit, given)
         return found
+
+
+def _floats_of(leaf: Any) -> str:
+    if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+        return f"{leaf.dtype} {tuple(leaf.shape)}"
+    return "float" if type(leaf) is float else ""
 
 
 def _digest_of(part: Any) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -216,12 +216,23 @@ class OfRows:
             if is_of_rows:
                 raise LossError(_OTHER_SHAPES.format(name=name, place=_words_of(path), shapes=kinds))
             raise LossError(_OTHER_VALUES.format(name=name, place=_words_of(path), where=""))
-        on_device = [leaf for leaf in told.of_no_sample(given) if self._place.later.is_late(leaf)]
-        if on_device:
-            self._compare_later(on_device)
+        self._compare_later(told.of_no_sample(given).values())
 
-    def _compare_later(self, tensors: Sequence[Tensor]) -> None:
+    def check_numbers(self, told: Told, given: Any) -> None:
+        """Raises LossError on all ranks if they have different numbers of no sample. A collective call."""
+        leaves = told.of_no_sample(given)
+        numbers = {path: differ for path, differ in told.numbers() if path in leaves}
+        for path in (path for path, differ in numbers.items() if differ):
+            raise LossError(
+                _OTHER_VALUES.format(name=name_of(self.function), place=_words_of(path), where="")
+            )
+        self._compare_later(leaves[path] for path in numbers)
+
+    def _compare_later(self, leaves: Iterable[Any]) -> None:
         """Compares tensors of a device that must be the same on all ranks. A collective call."""
+        tensors = [leaf for leaf in leaves if self._place.later.is_late(leaf)]
+        if not tensors:
+            return
         where = self._place.later.where
 
         def known(digests: list[float]) -> None:
@@ -251,9 +262,10 @@ _OTHER_SHAPES = (
 _SOMETHING = "something"
 _OTHER_VALUES = (
     "{name} was called{where} with something that is no row of samples and differs between ranks, {place}, such as a "
-    "number counted from a rank's own samples: let the function count it from its arguments. What has several rows for "
-    "a sample is passed in parts of one row for each, as in loss(rows.chunk(2)), and what has other numbers of rows "
-    "for each sample as a list of one entry per sample"
+    "number counted from a rank's own samples: let the function count it from its arguments, or compute it from rows "
+    "of all ranks, which evener.gather gives. What has several rows for a sample is passed in parts of one row for "
+    "each, as in loss(rows.chunk(2)), and what has other numbers of rows for each sample as a list of one entry per "
+    "sample"
 )
 _ORDER = (
     "{name} is no sum or mean over samples, and was called with {each} rows for each sample. Rows of all ranks are in "
