@@ -28,9 +28,10 @@ from evener.training.prepare.global_loss_value import Confused, GlobalLossValue,
 from evener.training.prepare.late_checks import Number, nonzero_or, number_like, sum_of_numbers
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.loss_kind import LossKind
-from evener.training.prepare.rank_checks import check_marks, check_widths
+from evener.training.prepare.rank_checks import check_marks
 from evener.training.prepare.sample_tensor import Joint, Kind, plain_of
 from evener.training.prepare.zero_loss import silence_of, silent
+from evener.training.step.divisions import check_widths
 from evener.training.step.step import not_finite
 
 _APART = 1e-3
@@ -237,9 +238,7 @@ def with_graphs_of_all(place: LoopState, made: Any, given: Any) -> Any:
     if not (without and behind):
         return made
     zero = silent(torch.stack([leaf.sum().double().cpu() for leaf in behind]).sum())
-    return map_leaves(
-        lambda leaf: leaf + zero.to(leaf.device, leaf.dtype) if id(leaf) in without else leaf, made
-    )
+    return map_leaves(lambda leaf: leaf + zero.to(leaf) if id(leaf) in without else leaf, made)
 
 
 _MOST_NUMBERS = 50

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from zlib import crc32
 
-from evener.errors import ConfigurationError, LossError
+from evener.errors import ConfigurationError
 
 Exchange = Callable[..., list[list[float]]]
 """Maps a reason and numbers to the numbers of all ranks."""
@@ -28,12 +28,6 @@ WAITS = (
 WAY_OUT = (
     "Give the loss function to evener.prepare and call what it returns, or say evener.global_mean(value) of a mean "
     "that the model computed itself"
-)
-_PADDED = (
-    "the loss is a mean over all elements, and a sample has {found}: the collate function fills up to the longest "
-    "sample of each rank. What is filled in counts, and on one device it goes up to the longest sample of the batch. "
-    "Fill up to one length in the data set, or give evener.prepare a function that takes the mean over what is not "
-    "filled in, as (each * mask).sum() / mask.sum() does"
 )
 _ALIKE = 1e-3
 """Relative tolerance for the size of a gradient that ranks compute from the same rows."""
@@ -81,17 +75,6 @@ def check_trained(sums: Sequence[float]) -> None:
             "the ranks train different parameters: requires_grad of one is not the same on all of them. What is frozen "
             "or thawed is so on all ranks in the same step"
         )
-
-
-def check_widths(widths: Sequence[float]) -> None:
-    """Checks the number of elements of a sample in a mean over all of them; 0 if a rank's mean is another one.
-
-    Raises:
-        LossError: If it differs between the ranks.
-    """
-    if len({width for width in widths if width}) > 1:
-        found = ", ".join(f"{width:.0f} on rank {rank}" for rank, width in enumerate(widths) if width)
-        raise LossError(_PADDED.format(found=found))
 
 
 def check_updates(steps: Sequence[float], what: str) -> None:

@@ -1,6 +1,7 @@
 """Checks that all ranks divide each batch in the same way, by a code that each of them sends with a step.
 
-Otherwise some samples would count twice, and others never.
+Otherwise some samples would count twice, and others never. Ranks that pad their samples to lengths of their own would
+divide a mean over all elements by another number than one device does.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from torch.distributed import ProcessGroup
 
 from evener.balance.base import shares_in_words
 from evener.components.trainable import check_trained_alike
+from evener.core.losses import Loss
+from evener.core.losses.torch_losses import TorchLoss
 from evener.data.batch import Batch
 from evener.distributed.hosts import all_gather
-from evener.errors import DataError, ShareError
+from evener.errors import DataError, LossError, ShareError
 from evener.training.step.step import Step
 
 
@@ -29,6 +32,34 @@ def code_of(batch: Batch, upcoming: Batch | None, changes: tuple[str, ...] = ())
 def _code_of_division(batch: Batch, code: int = 0) -> int:
     code = zlib.crc32(array("q", batch.shares).tobytes(), code)
     return zlib.crc32(array("d", batch.costs).tobytes(), code) if batch.costs else code
+
+
+def width_of(batch: Batch, loss: Loss) -> float:
+    """Returns the number of elements of a sample if the loss is a mean over all of them; 0 for any other loss."""
+    if not (isinstance(loss, TorchLoss) and loss.is_over_elements):
+        return 0.0
+    micros = [each for each in batch.micro_batches if each.weight and each.sequence is None]
+    return float(max((each.targets.numel() // max(1, len(each.targets)) for each in micros), default=0))
+
+
+def check_widths(widths: Sequence[float]) -> None:
+    """Checks the number of elements of a sample in a mean over all of them; 0 if a rank's mean is another one.
+
+    Raises:
+        LossError: If it differs between the ranks.
+    """
+    if len({*widths} - {0.0}) > 1:
+        found = ", ".join(f"{width:.0f} on rank {rank}" for rank, width in enumerate(widths) if width)
+        raise LossError(_PADDED.format(found=found))
+
+
+_PADDED = (
+    "the loss is a mean over all elements, and a sample has {found}: the collate function fills up to the longest "
+    "sample of each rank. What is filled in counts, and on one device it goes up to the longest sample of the batch. "
+    "Fill up to one length in the data set, or take the mean over what is not filled in alone: in a task by an "
+    "evener.loss with a total and a count of that, in a loop by a function that computes (each * mask).sum() / "
+    "mask.sum()"
+)
 
 
 def check_divisions(

@@ -63,6 +63,8 @@ class RankStats(NamedTuple):
     """Number of findings about compiled code that other ranks do not know yet."""
     division: float = 0.0
     """Code of how this batch and the next are divided. It must be the same on all ranks."""
+    width: float = 0.0
+    """Number of elements of a sample if the loss is a mean over all of them; 0 for any other loss."""
     next_count_rest: float = 0.0
     """What ``next_count`` leaves of the exact number, in a run that is exact in bits; like the next."""
     total_rest: float = 0.0
@@ -93,6 +95,7 @@ class AllRankStats(NamedTuple):
     graphs: tuple[float, ...]
     differing: tuple[float, ...]
     division: tuple[float, ...]
+    width: tuple[float, ...]
     next_count_rest: tuple[float, ...]
     total_rest: tuple[float, ...]
 

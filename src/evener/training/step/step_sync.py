@@ -33,7 +33,7 @@ from evener.hardware.async_read import Readout, is_late, read
 from evener.hardware.memory.step_usage import NOTHING
 from evener.hardware.timers import waiting
 from evener.strategies.interfaces import StepOutcome
-from evener.training.step.divisions import check_divisions, code_of
+from evener.training.step.divisions import check_divisions, check_widths, code_of, width_of
 from evener.training.step.exchange import ByRows, Exchange, GatheredStep, Hearing, Telling
 from evener.training.step.late_results import results_alone, row_on_device
 from evener.training.step.step import RankStats, RankTimes, Results, Step
@@ -166,7 +166,8 @@ class StepSync:
         counts = (count, outcome.missing_code, float(outcome.buffers_changed), read_seconds)
         asked = (self.wish, len(step.batch.skipped), outcome.retries, outcome.piece, graphs, differing)
         code = 0.0 if self._alone else code_of(step.batch, upcoming, outcome.changes)
-        row = RankStats(*counts, total, soundness, unsound, *times, *asked, code, *count_rest, *rests)
+        width = 0.0 if self._alone or outcome.terms is not None else width_of(step.batch, self._loss())
+        row = RankStats(*counts, total, soundness, unsound, *times, *asked, code, width, *count_rest, *rests)
         step.changes = outcome.changes
         step.batch = outcome.batch or step.batch.without_samples()  # reported while later ones are computed
         step.asked_to_stop = outcome.asked_to_stop
@@ -208,6 +209,7 @@ class StepSync:
 
         Raises:
             DivergenceError: If the loss or a gradient of a rank was not finite, as far as that is known.
+            LossError: If they have padded it to different lengths, and the mean is over what is padded too.
             ShareError: If the ranks have divided the batch, or the next one, in different ways.
         """
         if self._in_flight is None:
@@ -217,6 +219,8 @@ class StepSync:
         heard = hearing()
         self._unread = None
         check_divisions(heard.divisions, step, upcoming, self._mesh.world)
+        if heard.rows is not None:
+            check_widths(heard.rows.width)
         if not self._late:
             step.results = lambda: heard.results
             if not self._waits:
