@@ -35,6 +35,7 @@ from evener.strategies.learner import Learner
 from evener.training.batches.evaluation_options import EvaluationOptions
 from evener.training.batches.progress import Progress
 from evener.training.batches.skipped_samples import Announcer
+from evener.training.step.divisions import check_widths, width_of
 
 _WORTH_MEASURING = 30
 """Number of batches of an evaluation for which speeds are measured."""
@@ -90,6 +91,9 @@ def examine(
     """Computes the task's loss and metrics over ``dataset``, the same on every rank, and keeps data from the same
     forward passes. A collective call.
 
+    Raises:
+        LossError: If ranks have padded a batch to different lengths, and a mean is over what is padded, too.
+
     Args:
         keep: Maps the outputs and targets of a forward pass to the data to keep. If None, nothing is kept.
         measured: Whether the dataset has targets; without them there are no metrics.
@@ -99,10 +103,14 @@ def examine(
     check_dataset(dataset, "the dataset")
     dataset = as_dataset(dataset)
     accumulators, samples = _accumulators(learner) if measured else {}, 0
+    is_over_elements = any(each.is_over_elements for each in accumulators.values())
+    widths: dict[int, float] = {}
     pieces: list[Piece] = []
     with evaluating(learner.model):
-        for micro, outputs in _forward(learner, dataset, options, batches):
+        for number, micro, outputs in _forward(learner, dataset, options, batches):
             samples += micro.size
+            if is_over_elements:
+                widths[number] = max(width_of([micro]), widths.get(number, 0.0))
             if _speaks(learner):
                 if measured:
                     try_metrics(learner.task.metrics, outputs, micro)
@@ -114,14 +122,16 @@ def examine(
                     kept = map_leaves(_to_cpu, keep(outputs, micro.targets))
                     pieces.append((int(micro.samples[0]), micro.size, kept))
             del micro, outputs  # frees their memory before the next are computed
-    own = samples, [accumulator.state() for accumulator in accumulators.values()]
+    own = samples, [accumulator.state() for accumulator in accumulators.values()], widths
     learner.graphs.agree(learner.session.control.gather_objects)
     all_parts = learner.data.of_parts(learner.session.control.gather_objects(own))
+    for number in sorted({number for *_, of_part in all_parts for number in of_part}):
+        check_widths([of_part.get(number, 0.0) for *_, of_part in all_parts])
     for index, accumulator in enumerate(accumulators.values()):
-        accumulator.merge([states[index] for _, states in all_parts])
+        accumulator.merge([states[index] for _, states, _ in all_parts])
     values = {name: accumulator.compute() for name, accumulator in accumulators.items()}
     ordered = None if keep is None else _in_order(learner, pieces, everywhere)
-    return EvaluationResult(_named_values(values), sum(count for count, _ in all_parts), ordered)
+    return EvaluationResult(_named_values(values), sum(count for count, *_ in all_parts), ordered)
 
 
 def try_evaluation(
@@ -215,9 +225,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def _forward(
     learner: Learner, dataset: Dataset[Any], options: EvaluationOptions, batches: int | None
-) -> Iterator[tuple[MicroBatch, Tree]]:
-    """Yields this rank's micro-batches, of the first ``batches`` or of all, with their outputs, each within its own
-    micro-batch scope."""
+) -> Iterator[tuple[int, MicroBatch, Tree]]:
+    """Yields this rank's micro-batches, of the first ``batches`` or of all, with the number of the batch and their
+    outputs, each within its own micro-batch scope."""
     reading = Reading.from_learner(learner, dataset, "evaluation set")
     if options.measures and batches is None and _are_enough(reading, options.batch_size):
         options = replace(options, weights=_speeds(learner, dataset, options))
@@ -247,12 +257,12 @@ def _forward(
     )
     announcer = Announcer(learner.session.rank)
     with loader:
-        for batch in islice(loader, batches):
+        for number, batch in enumerate(islice(loader, batches)):
             if batches is None:
                 announcer.tell(batch)
             for micro in map(learner.cut.evaluated, batch.micro_batches):
                 with learner.micro_scope(micro, 0):
-                    yield micro, learner.outputs(micro)
+                    yield number, micro, learner.outputs(micro)
 
 
 def _are_enough(reading: Reading, batch_size: int) -> bool:
@@ -265,7 +275,7 @@ def _speeds(learner: Learner, dataset: Dataset[Any], options: EvaluationOptions)
     options = replace(options, workers=0, measures=False)
     watch, taken = stopwatch(learner.session.device), list[float]()
     with all_kept(learner.session.device), forward_state_kept(learner.model):
-        micros = [micro for micro, _ in _forward(learner, dataset, options, 1)]
+        micros = [micro for _, micro, _ in _forward(learner, dataset, options, 1)]
         samples = sum(micro.size for micro in micros)
         for _ in range(_PASSES):
             with watch:

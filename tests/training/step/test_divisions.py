@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,15 @@ def said(loss: Any, **settings: Any) -> Any:
         return str(error)
 
 
+def evaluated(metric: Any, **settings: Any) -> Any:
+    told = replace(task(metric), loss=MEAN, metrics={"found": metric})
+    try:
+        with Engine(told, device="cpu", dtype="float64", **settings) as engine:
+            return engine.evaluate(told.train)["found"]
+    except LossError as error:
+        return str(error)
+
+
 MEAN = evener.loss(total=squares, count=numbers)
 
 
@@ -73,6 +83,13 @@ def test_a_mean_over_the_rest_is_that_of_one_rank(ranks: Any) -> None:
 def test_a_sum_may_be_over_any_number_of_elements(ranks: Any) -> None:
     for losses in ranks(2).run(said, nn.MSELoss(reduction="sum"), balance="3,1"):
         assert len(losses) == 2
+
+
+def test_a_metric_is_refused_as_a_loss_is(ranks: Any) -> None:
+    for message in ranks(2).run(evaluated, nn.MSELoss(), balance="3,1"):
+        assert "metric is a mean over all elements, and a sample has 5 on rank 0, 1 on rank 1" in message
+    for found in ranks(2).run(evaluated, MEAN, balance="3,1"):
+        assert found == pytest.approx(evaluated(MEAN), rel=1e-12)
 
 
 def test_a_rank_without_samples_has_no_width() -> None:

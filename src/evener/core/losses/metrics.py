@@ -68,6 +68,9 @@ class Accumulator(ABC):
     ``merge`` with the states of all ranks, in order of rank. ``compute`` then returns the same value on all ranks.
     """
 
+    is_over_elements: bool = False
+    """As of a :class:`evener.Loss`."""
+
     @abstractmethod
     def update(self, outputs: Any, targets: Any) -> None:
         """Adds a batch."""
@@ -106,7 +109,7 @@ def metric(source: Any, exact: bool = False) -> Accumulator:
         return _TorchMetric(source)
     if is_sum(source) or is_torch_loss(source):
         loss = as_loss(source)
-        return kind(functools.partial(_loss_sum, loss), loss.divisor)
+        return kind(functools.partial(_loss_sum, loss), loss.divisor, loss.is_over_elements)
     if callable(source) and not isinstance(source, type):
         return kind(source)
     raise ConfigurationError(
@@ -122,9 +125,11 @@ def _loss_sum(loss: Loss, outputs: Any, targets: Any) -> Sum:
 class _SumMetric(Accumulator):
     """Accumulates sums in float64 on the device of the outputs, without synchronizing with it."""
 
-    def __init__(self, function: Metric, divisor: Callable[[float], float] = float) -> None:
-        self._function = function
-        self._divisor = divisor
+    def __init__(
+        self, function: Metric, divisor: Callable[[float], float] = float, is_over_elements: bool = False
+    ) -> None:
+        self._function, self._divisor = function, divisor
+        self.is_over_elements = is_over_elements
         self.reset()
 
     def reset(self) -> None:

@@ -47,6 +47,9 @@ class Loss(ABC):
     optional there.
     """
 
+    is_over_elements: bool = False
+    """True if it is a mean over all elements of the targets, also those with which samples are padded."""
+
     @abstractmethod
     def count(self, targets: Any) -> Number:
         """Returns the number of terms (or the sum of their weights), known before the forward pass: a number or a 0-d

@@ -187,6 +187,7 @@ class TorchLoss(Loss):
         self._form = _FORMS[function]
         self._options = {name: value for name, value in options.items() if name != "reduction"}
         self._reduction = options.get("reduction", "mean")
+        self.is_over_elements = self._reduction in ("mean", "none") and self._form.terms is _elements
         self._is_plain = not any(isinstance(value, Tensor) for value in self._options.values())
         self._moved: dict[tuple[str, torch.device, torch.dtype], tuple[int, Tensor]] = {}
         self._validate()
@@ -223,11 +224,6 @@ class TorchLoss(Loss):
 
     def divisor(self, global_count: float) -> float:
         return 1.0 if self._reduction == "sum" else global_count
-
-    @property
-    def is_over_elements(self) -> bool:
-        """True if the mean is over all elements of the targets."""
-        return self._reduction in ("mean", "none") and self._form.terms is _elements
 
     def __repr__(self) -> str:
         options = "".join(f", {name}={value}" for name, value in self._options.items() if value is not None)

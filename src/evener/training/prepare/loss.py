@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from evener.components.loss_trial import LossTrial
 from evener.core.losses import Loss, exact
-from evener.core.losses.torch_losses import TorchLoss, is_torch_loss
+from evener.core.losses.torch_losses import is_torch_loss
 from evener.data.batch import MicroBatch, leaves_of, map_leaves
 from evener.errors import LossError
 from evener.nn.context import current
@@ -113,7 +113,7 @@ class OverAll:
         total, count = loss.total(outputs, targets), loss.count(targets)
         sizes = [leaf.numel() for leaf in leaves_of((outputs, targets)) if isinstance(leaf, Tensor)]
         own = sizes if is_torch_loss(self.function) else []
-        over_all = isinstance(loss, TorchLoss) and loss.is_over_elements
+        over_all = loss.is_over_elements
         width = self._place.current_batch("").width(targets.numel(), len(targets)) if over_all else 0
         return joined(self._place, total, count, loss.divisor, own=own, width=width)
 

@@ -15,9 +15,7 @@ from torch.distributed import ProcessGroup
 
 from evener.balance.base import shares_in_words
 from evener.components.trainable import check_trained_alike
-from evener.core.losses import Loss
-from evener.core.losses.torch_losses import TorchLoss
-from evener.data.batch import Batch
+from evener.data.batch import Batch, MicroBatch
 from evener.distributed.hosts import all_gather
 from evener.errors import DataError, LossError, ShareError
 from evener.training.step.step import Step
@@ -34,12 +32,10 @@ def _code_of_division(batch: Batch, code: int = 0) -> int:
     return zlib.crc32(array("d", batch.costs).tobytes(), code) if batch.costs else code
 
 
-def width_of(batch: Batch, loss: Loss) -> float:
-    """Returns the number of elements of a sample if the loss is a mean over all of them; 0 for any other loss."""
-    if not (isinstance(loss, TorchLoss) and loss.is_over_elements):
-        return 0.0
-    micros = [each for each in batch.micro_batches if each.weight and each.sequence is None]
-    return float(max((each.targets.numel() // max(1, len(each.targets)) for each in micros), default=0))
+def width_of(micros: Sequence[MicroBatch]) -> float:
+    """Returns the number of elements of a sample among the targets of a rank; 0 if it has no whole samples."""
+    whole = [each for each in micros if each.weight and each.sequence is None]
+    return float(max((each.targets.numel() // max(1, len(each.targets)) for each in whole), default=0))
 
 
 def check_widths(widths: Sequence[float]) -> None:
@@ -54,9 +50,9 @@ def check_widths(widths: Sequence[float]) -> None:
 
 
 _PADDED = (
-    "the loss is a mean over all elements, and a sample has {found}: the collate function fills up to the longest "
-    "sample of each rank. What is filled in counts, and on one device it goes up to the longest sample of the batch. "
-    "Fill up to one length in the data set, or take the mean over what is not filled in alone: in a task by an "
+    "a loss or metric is a mean over all elements, and a sample has {found}: the collate function fills up to the "
+    "longest sample of each rank. What is filled in counts, and on one device it goes up to the longest sample of the "
+    "batch. Fill up to one length in the data set, or take the mean over what is not filled in alone: in a task by an "
     "evener.loss with a total and a count of that, in a loop by a function that computes (each * mask).sum() / "
     "mask.sum()"
 )

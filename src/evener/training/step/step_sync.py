@@ -166,7 +166,8 @@ class StepSync:
         counts = (count, outcome.missing_code, float(outcome.buffers_changed), read_seconds)
         asked = (self.wish, len(step.batch.skipped), outcome.retries, outcome.piece, graphs, differing)
         code = 0.0 if self._alone else code_of(step.batch, upcoming, outcome.changes)
-        width = 0.0 if self._alone or outcome.terms is not None else width_of(step.batch, self._loss())
+        is_over = not self._alone and outcome.terms is None and self._loss().is_over_elements
+        width = width_of(step.batch.micro_batches) if is_over else 0.0
         row = RankStats(*counts, total, soundness, unsound, *times, *asked, code, width, *count_rest, *rests)
         step.changes = outcome.changes
         step.batch = outcome.batch or step.batch.without_samples()  # reported while later ones are computed
