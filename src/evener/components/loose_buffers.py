@@ -31,8 +31,9 @@ class LooseBuffers:
         ]
 
     def tensors(self) -> list[Tensor]:
-        """Returns the buffers as they are now: a forward pass may have put another tensor in the place of one."""
-        found = [own_buffers(module)[name] for module, name, _ in self._named]
+        """Returns the buffers as they are now: a forward pass may have put another tensor in the place of one, and the
+        loop may have taken one out, as the mask of a pruned layer."""
+        found = [own_buffers(module).get(name) for module, name, _ in self._named]
         return [buffer for buffer in found if buffer is not None]
 
     @contextmanager
@@ -41,12 +42,12 @@ class LooseBuffers:
         names, before = list[str](), [self._copy(module, name) for module, name, _ in self._named]
         yield names
         for (module, name, full), old in zip(self._named, before, strict=True):
-            now = own_buffers(module)[name]
+            now = own_buffers(module).get(name)
             if old is not None and now is not None and now.shape == old.shape and not torch.equal(now, old):
                 names.append(full)
 
     def _copy(self, module: nn.Module, name: str) -> Tensor | None:
-        held = own_buffers(module)[name]
+        held = own_buffers(module).get(name)
         return None if held is None else held.clone()
 
     def versions(self) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
@@ -60,6 +61,20 @@ def with_another_head(is_prepared: bool) -> Weights:
     loop.model[0].register_parameter("more", nn.Parameter(torch.zeros(6, dtype=torch.float64)))
     loop.model[0].register_forward_hook(lambda module, _, output: output + module.more)
     loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1)
+    steps(loop)
+    return loop.weights()
+
+
+def pruned(is_prepared: bool) -> Weights:
+    """Masks, which are buffers, come, change, and go when they are made permanent."""
+    loop = Loop(is_prepared)
+    steps(loop)
+    for _ in range(2):
+        prune.l1_unstructured(loop.model[0], "weight", amount=0.3)
+        loop.optimizer = sgd(loop.model)
+        steps(loop)
+    prune.remove(loop.model[0], "weight")
+    loop.optimizer = sgd(loop.model)
     steps(loop)
     return loop.weights()
 
@@ -275,6 +290,7 @@ LOOPS = (
     *(
         thawed,
         with_another_head,
+        pruned,
         two_calls,
         something_else_between_two_calls,
         with_copies,
