@@ -25,7 +25,7 @@ LOOPS = Path(__file__).parent / "loops"
 RIGHT = [
     *spread(("assigned_gradients", "unreduced", "rollout"), ALWAYS),
     *spread(("accumulating", "tokens", "token_mean_of_samples", "thawed", "replaced"), SLOW),
-    *spread(("by_hand", "inner_func", "inner_clones", "stepping_hooks"), SLOW),
+    *spread(("by_hand", "compiled_step", "inner_func", "inner_clones", "stepping_hooks"), SLOW),
     *spread(("classifier", "adversaries", "clamped", "seeded_again"), NIGHTLY),
 ]
 WRONG = [

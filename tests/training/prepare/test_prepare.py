@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -182,9 +183,27 @@ def frozen_and_unused(is_prepared: bool) -> Weights:
     return loop.weights()
 
 
+def with_a_compiled_step(is_prepared: bool) -> Weights:
+    """Of a compiled model, with its loss and backward pass: none of it can be in a graph but the model."""
+    loop = Loop(is_prepared)
+    loop.model = torch.compile(loop.model, backend="eager")  # type: ignore[assignment]
+
+    def step(x: Tensor, y: Tensor) -> None:
+        loop.loss(loop.model(x), y).backward()
+
+    compiled = torch.compile(step, backend="eager")
+    with warnings.catch_warnings(action="ignore"):  # what the compiler says of torch's own code
+        for x, y in loop.loader:
+            loop.optimizer.zero_grad()
+            compiled(x, y)
+            loop.optimizer.step()
+    return {name.removeprefix("_orig_mod."): value for name, value in loop.weights().items()}
+
+
 LOOPS = (
     *(plainly, accumulating, with_a_closure, with_a_scaler, two_losses_of_a_batch, evaluating_within),
     *(frozen_and_unused, freezing_before_the_sum, two_loaders_at_once, after_an_error),
+    with_a_compiled_step,
 )
 
 

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from evener.torch_internals.compiling import outside_of_graphs
+
 
 class Listener(Protocol):
     """Records the values of losses."""
@@ -30,6 +32,7 @@ class HeardLoss:
     def __init__(self, loss: Any, made: Any, recorder: Listener) -> None:
         self._loss, self._made, self._recorder = loss, made, recorder
 
+    @outside_of_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self._loss, nn.Module):  # moves its class weights
             self._loss.to(next((each.device for each in args if isinstance(each, Tensor)), "cpu"))

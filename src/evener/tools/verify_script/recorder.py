@@ -18,10 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from evener.components.sharded_tensor.local import local
 from evener.components.sharded_tensor.shard_spec import shard_spec
@@ -39,6 +36,7 @@ from evener.tools.verify.trajectory import RandomSketch, Sketches
 from evener.tools.verify_script.events import Event, Record, ScriptLines, What
 from evener.tools.verify_script.heard_loss import HeardLoss
 from evener.torch_internals.autograd import is_within_transform
+from evener.torch_internals.compiling import outside_of_graphs
 from evener.training.prepare.prepare import place_or_none
 from evener.training.prepare.sample_tensor import plain_of
 
@@ -141,9 +139,8 @@ class ScriptRecorder(LoopWatch):
         self._drawn = _generators()
         self._most_in_batch = max(self._most_in_batch, self._steps_in_batch)
         self._steps_in_batch = self._most_in_batch if self._is_enough() else 0
-        self.record.events.append(
-            Event(What.BATCH, self._lines.here(), mark(), weights=self._changed_by_hand())
-        )
+        event = Event(What.BATCH, self._lines.here(), mark(), weights=self._changed_by_hand())
+        self.record.events.append(event)
 
     def _changed_by_hand(self) -> Sketches:
         """Returns the weights if the loop has changed them since the last batch and uses no optimizer, and counts an
@@ -201,6 +198,7 @@ class ScriptRecorder(LoopWatch):
         """
         original = getattr(torch.autograd, name)
 
+        @outside_of_graphs
         def called(*args: Any, **kwargs: Any) -> Any:
             # What PyTorch calls by itself is no event: activation checkpointing in a backward pass, torch.func.grad.
             if self._is_inside or is_within_transform():
@@ -222,6 +220,7 @@ class ScriptRecorder(LoopWatch):
         self.record.events.append(event)
         return event
 
+    @outside_of_graphs
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._end_if_enough()
         named = self._held_by(optimizer)
@@ -231,6 +230,7 @@ class ScriptRecorder(LoopWatch):
         event.rates = tuple(float(group.get("lr", math.nan)) for group in optimizer.param_groups)
         self._open[id(optimizer)] = event
 
+    @outside_of_graphs
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if place_or_none() is None:  # else the weights may not be whole yet
             self.stepped(optimizer)
@@ -244,11 +244,13 @@ class ScriptRecorder(LoopWatch):
             self._steps += 1
             self._steps_in_batch += 1
 
+    @outside_of_graphs
     def _before_forward(self, model: nn.Module, *_: object) -> None:
         kind = next((p.device.type for p in model.parameters()), "cpu")
         if torch.is_autocast_enabled(kind):
             self.record.eps = max(self.record.eps, torch.finfo(torch.get_autocast_dtype(kind)).eps)
 
+    @outside_of_graphs
     def _before_any_forward(self, module: nn.Module, *_: object) -> None:
         if isinstance(module, _NORMS) and module.training and id(module) not in self._norms:
             self._norms.add(id(module))

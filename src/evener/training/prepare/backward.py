@@ -19,6 +19,7 @@ from evener.components.delayed_hooks import OF_WEIGHTS
 from evener.components.sharded_tensor.local import is_divided
 from evener.errors import ConfigurationError
 from evener.nn.attention_dispatch import attending
+from evener.torch_internals.compiling import outside_of_graphs
 from evener.training.prepare.late_checks import LateChecks, Number
 from evener.training.prepare.loop_state import LoopState
 
@@ -63,6 +64,7 @@ def replaced(taker: Taker) -> Callable[[], None]:
     """Replaces both functions. Returns a function that restores them."""
     backward, grad = torch.autograd.backward, torch.autograd.grad
 
+    @outside_of_graphs
     @functools.wraps(backward)
     def backward_of_all(
         tensors: Any,
@@ -88,6 +90,7 @@ def replaced(taker: Taker) -> Callable[[], None]:
             ),
         )
 
+    @outside_of_graphs
     @functools.wraps(grad)
     def grad_of_all(
         outputs: Any,

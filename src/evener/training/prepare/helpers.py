@@ -20,6 +20,7 @@ from evener.distributed.environment import detect
 from evener.distributed.loop_watch import loop_watch
 from evener.errors import ConfigurationError
 from evener.hardware.timers import waiting
+from evener.torch_internals.compiling import outside_of_graphs
 from evener.training.prepare import loss as losses
 from evener.training.prepare.gather import gathered
 from evener.training.prepare.loop_state import LoopState
@@ -83,6 +84,7 @@ def device() -> torch.device:
     return current("evener.device()").session.device
 
 
+@outside_of_graphs
 def gather(tree: T) -> T:
     """Returns the rows of all ranks in the order of the batch's samples, as on one device. A collective call.
 
@@ -132,6 +134,7 @@ def _unlike(of_ranks: list[Any]) -> str:
     )
 
 
+@outside_of_graphs
 def draw(function: Callable[..., Tensor], *sizes: int, **options: Any) -> Tensor:
     """Draws random numbers for this rank's samples, as one device would for the batch: ``draw(torch.randn, 100)``.
 
@@ -148,6 +151,7 @@ def draw(function: Callable[..., Tensor], *sizes: int, **options: Any) -> Tensor
     return own.to(place.session.device)
 
 
+@outside_of_graphs
 def global_mean(value: Tensor | Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Returns the mean over the terms of all ranks, for a loss that the model computes itself. A collective call.
 

@@ -19,6 +19,7 @@ from evener.core.losses.torch_losses import is_torch_loss
 from evener.data.batch import MicroBatch, leaves_of, map_leaves
 from evener.errors import LossError
 from evener.nn.context import current
+from evener.torch_internals.compiling import outside_of_graphs
 from evener.training.prepare.global_loss import (
     AllRanks,
     Parted,
@@ -76,6 +77,7 @@ class OverAll:
     def function(self, function: Any) -> None:
         self._of_rows.function = function
 
+    @outside_of_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the loss of the whole batch, a tensor without dimensions, or all values that the function returns.
 

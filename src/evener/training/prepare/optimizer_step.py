@@ -17,6 +17,7 @@ from evener.components.sharded_tensor.local import is_divided
 from evener.components.sharded_tensor.shard_spec import shard_spec
 from evener.distributed.loop_watch import loop_watch
 from evener.errors import ConfigurationError
+from evener.torch_internals.compiling import outside_of_graphs
 from evener.training.consistency.replicas import digest, together
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.rank_checks import folded
@@ -37,6 +38,7 @@ class WatchedOptimizers:
         for hook in self._hooks:
             hook.remove()
 
+    @outside_of_graphs
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Checks an optimizer, prepared or not, before it steps."""
         closure = next((one for one in (*args[1:], kwargs.get("closure")) if one is not None), None)
@@ -66,6 +68,7 @@ class WatchedOptimizers:
         if own:
             self._place.division.begin_step(optimizer)
 
+    @outside_of_graphs
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._place.is_over or self._place.division.is_part_of_step(optimizer):
             return
