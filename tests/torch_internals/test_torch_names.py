@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import signal
 import struct
 import threading
 import tomllib
@@ -20,6 +21,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from tests.torch_internals.borrowing import ROOT, borrowed
 
@@ -353,3 +355,26 @@ def _prints(x: torch.Tensor) -> torch.Tensor:
     y = x + 1
     torch._dynamo.graph_break()
     return y * 2
+
+
+def test_workers_of_a_data_loader_are_processes_whose_deaths_a_handler_raises() -> None:
+    with borrowed("data_workers") as names:
+        data: Any = range(8)
+        iterator = iter(DataLoader(data, num_workers=1, multiprocessing_context="fork"))
+        names.end_by_kill(iterator)
+        (worker,) = names.worker_processes(iterator)
+        assert names.worker_processes(iter([])) == names.lost_workers(iterator) == []
+        taken = signal.getsignal(signal.SIGCHLD)
+        set_by_torch, signal_handling._SIGCHLD_handler_set = signal_handling._SIGCHLD_handler_set, False
+        try:
+            signal_handling._set_SIGCHLD_handler()
+            assert names.is_torchs_handler(signal.getsignal(signal.SIGCHLD))
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            assert not names.is_torchs_handler(signal.SIG_DFL)
+            worker.terminate()
+            worker.join()
+        finally:
+            signal.signal(signal.SIGCHLD, taken)
+            signal_handling._SIGCHLD_handler_set = set_by_torch
+        assert worker.exitcode == -signal.SIGKILL
+        assert names.lost_workers(iterator) == [worker]

@@ -6,7 +6,6 @@ its sampler. It does no batching and no collating.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, replace
 from multiprocessing.util import get_temp_dir
@@ -16,10 +15,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from evener.core.stacks import listen, workers_of
 from evener.data.fetch import ReadFailure
+from evener.data.worker_deaths import awaited, leave_stopping_to_the_rank
 from evener.errors import ConfigurationError, DataError
 from evener.hardware.survey.host import allowed_cores
+from evener.torch_internals.data_workers import end_by_kill
 
 T = TypeVar("T")
 
@@ -78,13 +78,11 @@ class Workers:
         alone = requests is not None and not self.count and not self.pin_memory
         # The DataLoader would do the same, but its overhead is larger than the time to read a small batch.
         values = map(dataset.__getitem__, requests or ()) if alone else iter(self._loader(dataset, requests))
+        end_by_kill(values)
+        limit = f"timeout_seconds is {self.timeout_seconds:g}"
         try:
-            while (value := next(values, _END)) is not _END:
+            while (value := awaited(values, _END, limit)) is not _END:
                 yield checked(value)
-        except RuntimeError as error:
-            if str(error).startswith("DataLoader"):
-                raise self._lost(error) from error
-            raise
         finally:
             del values  # otherwise a traceback that somebody keeps would keep the workers alive
 
@@ -102,16 +100,7 @@ class Workers:
             multiprocessing_context=self.start_method if self.count else None,
             generator=torch.Generator().manual_seed(self.seed),
             pin_memory=self.pin_memory,
-            worker_init_fn=listen if self.count else None,  # spawned workers do not inherit the listener
-        )
-
-    def _lost(self, error: RuntimeError) -> DataError:
-        """Returns the error for a worker that died or timed out, with the stacks of the workers and a remedy."""
-        signal = f" ({str(error.__cause__).strip()})" if "killed by signal" in str(error.__cause__) else ""
-        return DataError(
-            f"{error}{signal}; a worker that was killed mostly ran out of memory or /dev/shm (use fewer workers), "
-            f"one that is late reads slowly or is stuck (timeout_seconds is {self.timeout_seconds:g}); "
-            f"with 0 workers the data set is read in the main process, which shows where{workers_of(os.getpid())}"
+            worker_init_fn=leave_stopping_to_the_rank if self.count else None,
         )
 
 

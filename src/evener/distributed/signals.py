@@ -36,6 +36,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
+from evener.core.stop_signals import STOP_SIGNALS
 from evener.errors import InterruptedRunError
 
 GRACE_SECONDS = 3.0
@@ -68,14 +69,9 @@ class Deferral:
         return now - self.time < _SAME_SECONDS
 
 
-ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
-"""The signals that ask a run to stop: SIGINT and SIGQUIT (Ctrl-C and Ctrl-\\), SIGTERM, SIGUSR1 (SLURM) and SIGHUP (a
-closing terminal)."""
-
-
 def stop_signals() -> list[signal.Signals]:
-    """Returns the signals of `ASKING` without those that are ignored, as SIGHUP is under nohup."""
-    return [number for number in ASKING if signal.getsignal(number) is not signal.SIG_IGN]
+    """Returns the signals of `STOP_SIGNALS` without those that are ignored, as SIGHUP is under nohup."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def asked() -> InterruptedRunError | None:

@@ -24,9 +24,10 @@ import torch.distributed as dist
 from evener.collectives.base import AllReduce
 from evener.components import gradients
 from evener.core.losses import Loss
+from evener.core.stop_signals import STOP_SIGNALS
 from evener.data.batch import Batch, MicroBatch
 from evener.data.rounds import LocalBatch, RoundBatch, Rounds
-from evener.distributed.signals import ASKING, asked_to_stop
+from evener.distributed.signals import asked_to_stop
 from evener.errors import ConfigurationError
 from evener.hardware.async_read import DeferredValue, Readout, ReadyValue, read
 from evener.hardware.profile_ranges import named_range
@@ -140,7 +141,7 @@ class LocalSteps(Plain):
             replicas.end()
             asked = asked_to_stop()
             terms, *heard = self._over_all.numbers(
-                [self._terms, *(float(asked == number) for number in ASKING)]
+                [self._terms, *(float(asked == number) for number in STOP_SIGNALS)]
             )
         return StepOutcome(
             totals=tuple(totals),
@@ -153,7 +154,9 @@ class LocalSteps(Plain):
             merge_bytes=self.merge.sent_nbytes,
             merge_ranks=() if self._quorum is None else self._quorum.partial(step),
             input_seconds=self._input_seconds,
-            asked_to_stop=next((int(each) for each, times in zip(ASKING, heard, strict=True) if times), 0),
+            asked_to_stop=next(
+                (int(each) for each, times in zip(STOP_SIGNALS, heard, strict=True) if times), 0
+            ),
         )
 
     def _who_merges(self, is_last: bool, step: int) -> MergeGroup | None:

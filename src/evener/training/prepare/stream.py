@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from evener.data.fingerprint import digest_if_any
 from evener.data.stream_state import check_plain, copied, has_state
+from evener.data.worker_deaths import awaited
 from evener.errors import ConfigurationError, DataError
 from evener.training.prepare.loop_state import LoopState
 
@@ -131,7 +132,7 @@ class WholeBatches:
     def _next(self, source: Iterator[Any]) -> Any:
         """Returns the next batch. What the stream draws in this process is drawn alike on all ranks."""
         if self._workers:
-            return next(source, None)
+            return awaited(source, None, f"the DataLoader has timeout={self._options['timeout']:g}")
         with self._place.random.drawn():
             return next(source, None)
 

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset, get_worker_info
+
+from evener.data.workers import Workers
+from evener.errors import DataError
+
+
+class Dies(Dataset[Any]):
+    """Yields the process that has read an item; the third item ends the worker that would read it."""
+
+    def __init__(self, end: Callable[[], object] = lambda: None) -> None:
+        self._end = end
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            self._end()
+        info = get_worker_info()
+        assert info is not None
+        return os.getpid()
+
+
+def read(end: Callable[[], object] = lambda: None) -> Iterator[int]:
+    return Workers(1, start_method="fork").read(Dies(end), iter(range(8)))
+
+
+def until_gone(pid: int) -> None:
+    """Waits for the end of a child, and leaves it to others to ask how it ended."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by signal SIGKILL"),
+        (lambda: os._exit(0), "ended with status 0"),
+        (lambda: sys.exit(3), "ended with status 3"),
+    ],
+    ids=["SIGKILL", "exit 0", "SystemExit"],
+)
+def test_a_worker_that_dies_is_told_with_how(end: Callable[[], object], how: str) -> None:
+    with pytest.raises(DataError, match=rf"DataLoader worker \(pid\) \d+ {how}"):
+        list(read(end))
+
+
+def test_a_death_is_raised_where_a_value_is_awaited_and_nowhere_else() -> None:
+    values = read()
+    worker = next(values)
+    os.kill(worker, signal.SIGKILL)
+    until_gone(worker)
+    time.sleep(0)  # where Python would run a handler of SIGCHLD that is due
+    with pytest.raises(DataError, match=f"{worker} was killed by signal SIGKILL"):
+        next(values)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_worker_goes_on_when_its_job_is_asked_to_stop(number: signal.Signals) -> None:
+    values = read()
+    worker = next(values)
+    os.kill(worker, number)
+    assert list(values) == [worker] * 7
