@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import ConcatDataset, Subset
+
+from evener.core.text import said
+from evener.data.collate import preview
 
 _LISTS = ("samples", "imgs", "images", "paths", "files", "image_paths", "filenames", "file_names")
 """Attributes of data sets that may hold a list with one file, or one tuple that begins with a file, for each sample."""
@@ -20,6 +25,22 @@ def called(dataset: Any, index: int) -> str:
     except Exception:  # raised by the user's code; the error that is being reported is more important
         place = ""
     return f"sample {index} ({place})" if place else f"sample {index}"
+
+
+def unreadable(dataset: Any, indices: Sequence[Any], told: str) -> str:
+    """Returns in words the reading that raised an error: of one sample, if reading it here raises the same.
+
+    Args:
+        told: The type and message of the error. A worker sends its errors as text, without the index.
+    """
+    with torch.random.fork_rng(devices=[]):
+        for index in indices:
+            try:
+                dataset[index]
+            except Exception as again:
+                if type(again).__name__ in told and (isinstance(again, StopIteration) or said(again) in told):
+                    return f"reading {called(dataset, index)}"
+    return f"reading samples {preview([*indices])}" if indices else "reading a batch"
 
 
 def _place(dataset: Any, index: int) -> str:

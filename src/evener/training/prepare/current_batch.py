@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from evener.data.batch import Batch, MicroBatch
 from evener.hardware.async_read import Readout
@@ -21,6 +22,8 @@ class CurrentBatch:
     """Number that identifies the batch. It is the same on all ranks if they have the same samples."""
     step: int = 0
     """The number of the batch among those of its loader, over all epochs."""
+    indices: list[Any] | None = None
+    """What this rank reads of a data set with indices."""
     worked: Readout | None = None
     """Seconds of this rank's own work at the end of the last backward pass with it. None before the first."""
     versions: list[tuple[int, int]] = field(default_factory=list)

@@ -28,13 +28,16 @@ from evener.balance.base import Balancer
 from evener.core.config.run_config import RunConfig
 from evener.core.plugins import kind_of
 from evener.core.task.task import Cost
+from evener.core.text import said
 from evener.data.batch import Batch, MicroBatch, map_leaves, move
 from evener.data.copy_stream import CopyStream
 from evener.data.costs import CostDivision
 from evener.data.division import own_slice
+from evener.data.sample_names import unreadable
 from evener.data.sampler import Ids
 from evener.data.tensor_rows import RowBatches, as_read, rows_of
-from evener.errors import ConfigurationError, DataError
+from evener.data.worker_deaths import awaited
+from evener.errors import ConfigurationError, DataError, EvenerError
 from evener.hardware.accelerators import WITH_STREAMS
 from evener.training.batches.agreed_costs import agreed_costs, cost_division
 from evener.training.prepare.batch_tensors import marked
@@ -92,7 +95,7 @@ class Shares:
             mark = zlib.crc32(repr(indices).encode(), mark)
             if index >= skip and indices:
                 batch, own = self._share(indices, index, position)
-                self.drawn.append(CurrentBatch(batch, float(mark), self.step - 1))
+                self.drawn.append(CurrentBatch(batch, float(mark), self.step - 1, own))
                 yield own
             position += len(indices)
 
@@ -242,7 +245,7 @@ class PreparedLoader:
             if number != self._passes:
                 raise ConfigurationError(TWICE)
             with place.session.watchdog.phase("loading a batch", step=place.steps):
-                found = next(source, _NOTHING)
+                found = self._read(source)
             if ordered is not None:
                 place.random.load_state(later)  # the order is drawn: restore the loop's generator
                 ordered = None
@@ -264,6 +267,28 @@ class PreparedLoader:
         place.mean.settle()
         self._handed_out = 0
         shares.epoch += 1
+
+    def _read(self, source: Iterator[Any]) -> Any:
+        """Returns the next batch of the reader, ``_NOTHING`` after the last.
+
+        Raises:
+            DataError: If a worker died, or if reading a sample raised StopIteration, which would end the pass unseen.
+        """
+        drawn = self._shares.drawn
+        try:
+            found = awaited(source, _NOTHING, f"the DataLoader has timeout={self.given.timeout:g}")
+        except Exception as error:
+            if drawn and not isinstance(error, EvenerError):
+                error.add_note(
+                    f"evener: failed while {self._reading_of(drawn[0], f'{type(error).__name__}: {said(error)}')}"
+                )
+            raise
+        if found is _NOTHING and drawn:
+            raise DataError(f"{self._reading_of(drawn[0], 'StopIteration')} raised StopIteration")
+        return found
+
+    def _reading_of(self, batch: CurrentBatch, told: str) -> str:
+        return unreadable(self.dataset, batch.indices or (), told)
 
     def _on_device(self, found: Any) -> Any:
         """Returns the batch on this rank's device. On a GPU it is copied while earlier steps compute."""
