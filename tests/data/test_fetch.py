@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from evener.data.fetch import Fetch, ReadFailure, first_inputs
+from evener.errors import DataError
 
 
 class OnGpu(Dataset[Any]):
@@ -41,3 +42,12 @@ def test_the_first_inputs_of_any_training_set() -> None:
     assert first_inputs(pairs, None, 9).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert first_inputs(pairs, lambda items: (len(items), items), 2) == 2
     assert first_inputs([], None, 3) is None
+
+
+def test_a_first_sample_that_cannot_be_read_is_named() -> None:
+    class Torn(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            raise OSError("a torn file")
+
+    with pytest.raises(DataError, match="reading sample 0 of the training set failed: OSError: a torn file"):
+        first_inputs(Torn([0]), None, 3)

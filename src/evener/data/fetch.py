@@ -194,7 +194,16 @@ def _pin(leaf: Any) -> Any:
 
 
 def first_inputs(dataset: Any, collate: Collate | None, count: int) -> Any:
-    """Returns the inputs of a training set's first ``count`` samples as one batch; None if it has no samples."""
-    by_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    items = list(islice((dataset[index] for index in range(len(dataset))) if by_index else dataset, count))
-    return join(items, list(range(len(items))), collate, "the training set").inputs if items else None
+    """Returns the inputs of a training set's first ``count`` samples as one batch; None if it has no samples.
+
+    Raises:
+        DataError: If one of them cannot be read.
+    """
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        items = list(islice(dataset, count))
+        return join(items, list(range(len(items))), collate, "the training set").inputs if items else None
+    samples = np.arange(min(count, len(dataset)), dtype=np.int64)
+    read = Fetch(dataset, collate, "training set")[samples] if len(samples) else None
+    if isinstance(read, ReadFailure):
+        raise DataError(read.message)
+    return None if read is None else read.inputs
