@@ -81,9 +81,16 @@ def test_a_missing_value_is_refused(key: str, path: Path) -> None:
 def test_a_value_of_the_wrong_kind_is_refused(path: Path) -> None:
     values = json.loads(path.read_text())
     values["costs"][0]["costs"]["compute"][0]["seconds_per_sample"] = "fast"
-    refuses(path, json.dumps(values), "fast")
+    refuses(path, json.dumps(values), r"costs\[0\].costs.compute\[0\].seconds_per_sample is a str")
     del values["costs"][0]["candidate"]
     refuses(path, json.dumps(values), "candidate")
+
+
+@pytest.mark.parametrize("key", ["strategy", "ranks", "options"])
+def test_null_in_place_of_a_value_is_refused(key: str, path: Path) -> None:
+    values = json.loads(path.read_text())
+    values["costs"][0]["candidate"][key] = None
+    refuses(path, json.dumps(values), rf"costs\[0\].candidate.{key} is a NoneType")
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

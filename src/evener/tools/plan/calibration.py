@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from evener.balance.time_model import Line
 from evener.core.config.run_config import RunConfig
+from evener.core.typed_json import value_of
 from evener.distributed.environment import kind_taken
 from evener.errors import ConfigurationError, DataError
 from evener.files import read_json, write_json
@@ -50,6 +50,14 @@ class PastRun:
     """Programs that wanted to compute before it began."""
     counts: bool
     """True if the costs have changed by it."""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """An entry of the file."""
+
+    candidate: Candidate
+    costs: StepCosts
 
 
 @dataclass(frozen=True)
@@ -110,14 +118,12 @@ class Calibration:
             values = read_json(path)
             if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
                 raise ValueError(f"it is not of the format {FORMAT}")
-            costs = {_candidate(each["candidate"]): _costs(each["costs"]) for each in values.pop("costs")}
-            for candidate, each in costs.items():
-                _check_costs(candidate, each)
-            if not isinstance(values.get("settings", {}), dict):
-                raise ValueError("its settings are no names with values")
-            runs = tuple(PastRun(**each) for each in values.pop("runs", ()))
-            return cls(costs=costs, runs=runs, **values | {"devices": tuple(values["devices"])})
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            ways = value_of(tuple[_Way, ...], values.pop("costs"), "costs")
+            for way in ways:
+                _check_costs(way.candidate, way.costs)
+            read: Calibration = value_of(cls, values | {"costs": {}, "devices": values["devices"]})
+            return dataclasses.replace(read, costs={way.candidate: way.costs for way in ways})
+        except (OSError, ValueError, KeyError) as error:
             raise DataError(
                 f"{path} is no calibration of evener plan: {error}. Make one with evener plan TASK --save {path}"
             ) from error
@@ -136,16 +142,6 @@ def this_machine() -> str:
     return f"{processor_name()}, torch {torch.__version__}"
 
 
-def _candidate(values: dict[str, Any]) -> Candidate:
-    return Candidate(**values | {"options": tuple(values["options"])})
-
-
-def _costs(values: dict[str, Any]) -> StepCosts:
-    lines = {name: _line(values[name]) for name in ("blocking", "rest", "input")}
-    compute = tuple(_line(each) for each in values["compute"])
-    return StepCosts(**values | lines | {"compute": compute, "sizes": tuple(values["sizes"])})
-
-
 def _check_costs(candidate: Candidate, costs: StepCosts) -> None:
     """Raises ValueError for numbers that only an edited file has."""
     lines = [*costs.compute, costs.blocking, costs.input]
@@ -160,7 +156,3 @@ def _check_costs(candidate: Candidate, costs: StepCosts) -> None:
         )
     if len(costs.compute) != candidate.ranks or not 1 <= costs.parts <= candidate.ranks:
         raise ValueError(f"the costs of {candidate.words} are not those of {candidate.ranks} ranks")
-
-
-def _line(values: dict[str, Any]) -> Line:
-    return Line(float(values["overhead_seconds"]), float(values["seconds_per_sample"]))
