@@ -230,7 +230,7 @@ def test_a_failing_data_set_is_shown_with_its_traceback(workers: int) -> None:
 
 def test_a_worker_that_dies_is_explained() -> None:
     loader = Loader(Numbers(8, dying), None, batch_size=4, workers=1)
-    with pytest.raises(DataError, match=r"exited unexpectedly.*with 0 workers"):
+    with pytest.raises(DataError, match=r"ended with status 3.*with 0 workers"):
         next(loader)
 
 

@@ -47,7 +47,7 @@ def until_gone(pid: int) -> None:
     ids=["SIGKILL", "exit 0", "SystemExit"],
 )
 def test_a_worker_that_dies_is_told_with_how(end: Callable[[], object], how: str) -> None:
-    with pytest.raises(DataError, match=rf"DataLoader worker \(pid\) \d+ {how}"):
+    with pytest.raises(DataError, match=rf"DataLoader worker \(pid \d+\) {how}"):
         list(read(end))
 
 
@@ -57,7 +57,7 @@ def test_a_death_is_raised_where_a_value_is_awaited_and_nowhere_else() -> None:
     os.kill(worker, signal.SIGKILL)
     until_gone(worker)
     time.sleep(0)  # where Python would run a handler of SIGCHLD that is due
-    with pytest.raises(DataError, match=f"{worker} was killed by signal SIGKILL"):
+    with pytest.raises(DataError, match=rf"{worker}\) was killed by signal SIGKILL"):
         next(values)
 
 

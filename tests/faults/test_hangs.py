@@ -85,7 +85,7 @@ WORKERS = (
     hang(
         "worker killed",
         "worker_killed",
-        r"rank 1.* DataLoader worker \(pid\) \d+ was killed by signal SIGKILL.*out of memory",
+        r"rank 1.* DataLoader worker \(pid \d+\) was killed by signal SIGKILL.*out of memory",
         arguments=("--workers", "1"),
         never=(),
     ),

@@ -113,13 +113,14 @@ def _raise_if_lost(values: Any) -> None:
 
 def _told(values: Any) -> str:
     """Returns which workers have died, and how; empty if none has."""
-    lost = " and ".join(f"{each.pid} {_how(each.exitcode or 0)}" for each in lost_workers(values))
-    return f"DataLoader worker (pid) {lost}" if lost else ""
+    lost = lost_workers(values)
+    return " and ".join(f"DataLoader worker (pid {each.pid}) {_how(each.exitcode or 0)}" for each in lost)
 
 
 def _how(code: int) -> str:
     if code < 0:
-        return f"was killed by signal {signal.Signals(-code).name}"
+        name = next((each.name for each in signal.Signals if each == -code), -code)  # some have no name
+        return f"was killed by signal {name}"
     return f"ended with status {code} while it had samples to read"
 
 
