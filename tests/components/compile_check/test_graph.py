@@ -355,3 +355,17 @@ TASKS: dict[str, Any] = {
     "sentences": sentences.task,
     "experts": test_experts.task,
 }
+
+
+def test_weights_that_a_graph_holds_are_updated_once() -> None:
+    """The compiler makes an optimizer's parameters attributes of the graph, of which a trial has no copies."""
+    torch.manual_seed(3)
+    layer, findings = nn.Linear(3, 2), graphs_of.Findings()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    layer(torch.ones(4, 3)).sum().backward()
+    before, gradient = layer.weight.detach().clone(), layer.weight.grad
+    assert gradient is not None
+    with graphs_of.watched(layer, findings), warnings.catch_warnings(action="ignore"):
+        torch.compile(lambda: optimizer.step(), backend="eager")()
+    assert torch.equal(layer.weight, before - 0.5 * gradient)
+    assert "and a trial could write to that" in findings.untold[0].message

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -319,6 +320,8 @@ def _counts(given: Any) -> bool:
 def _why_not(graph: fx.GraphModule) -> str | None:
     """Returns why the graph cannot be compared by one rank alone. Returns None if it can."""
     for node in graph.graph.nodes:
+        if node.op == "get_attr" and isinstance(attrgetter(str(node.target))(graph), Tensor):
+            return f"it holds {node.target} itself, as an update does its weights, and a trial could write to that"
         if node.op == "call_function" and any(word in _home(node.target) for word in _SENDING):
             return f"it waits for other ranks in {node.target}"
     operator = unlike(graph)
