@@ -41,10 +41,6 @@ def test_a_rule_comes_back_from_json() -> None:
         assert [divided(back, step) for step in range(8)] == [divided(rule, step) for step in range(8)]
 
 
-def test_a_rule_that_was_written_before_there_were_turns() -> None:
-    assert Rule.from_values([7, [[0.0, 1.0, []]] * 2, 1]) == Rule(7, EVEN, probe=1)
-
-
 def test_the_calibration_tilts_odd_and_even_ranks_in_turn() -> None:
     shares = [tilted(EVEN.lines, step, 0.25)(16, [None, None], 1) for step in range(3)]
     assert shares == [[6, 10], [10, 6], [6, 10]]

@@ -120,8 +120,9 @@ class Fsdp(Strategy):
             with marks_kept(model):
                 model.to(settings.weight_type)
         check_types(model)
-        for parameter in model.parameters():  # FSDP2 takes no other, such as weights in channels_last
-            parameter.data = parameter.data.contiguous()
+        if not all(p.is_contiguous() for p in model.parameters()):  # FSDP2 takes no channels_last
+            with marks_kept(model):
+                model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         before = {n: (shard_spec(p), {**vars(p)}) for n, p in model.named_parameters(remove_duplicate=False)}
         self._shard(model, device_mesh(group, mesh.device_type))
         for name, parameter in model.named_parameters(remove_duplicate=False):
