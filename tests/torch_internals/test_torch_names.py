@@ -377,4 +377,23 @@ def test_workers_of_a_data_loader_are_processes_whose_deaths_a_handler_raises() 
             signal.signal(signal.SIGCHLD, taken)
             signal_handling._SIGCHLD_handler_set = set_by_torch
         assert worker.exitcode == -signal.SIGKILL
-        assert names.lost_workers(iterator) == [worker]
+        assert names.lost_workers(iterator) == names.ended_workers(iterator) == [worker]
+
+
+def test_what_a_worker_cannot_send_is_sent_as_its_error_and_kept_workers_are_known() -> None:
+    with borrowed("data_workers") as names:
+        data: Any = [lambda: None]
+        kind: Any = {
+            "num_workers": 1,
+            "multiprocessing_context": "fork",
+            "batch_size": None,
+            "collate_fn": list.copy,
+        }
+        loader = DataLoader(
+            [data], worker_init_fn=lambda _: names.tell_what_cannot_be_sent(), persistent_workers=True, **kind
+        )
+        assert names.kept_iterator(loader) is None
+        iterator = iter(loader)
+        assert names.kept_iterator(loader) is iterator
+        with pytest.raises(RuntimeError, match="while a DataLoader worker sent a batch"):
+            next(iterator)

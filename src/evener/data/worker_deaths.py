@@ -15,13 +15,25 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader
 
 from evener.core.stacks import listen, workers_of
 from evener.core.stop_signals import STOP_SIGNALS
 from evener.errors import DataError
-from evener.torch_internals.data_workers import is_torchs_handler, lost_workers, worker_processes
+from evener.torch_internals.data_workers import (
+    ended_workers,
+    is_torchs_handler,
+    kept_iterator,
+    lost_workers,
+    tell_what_cannot_be_sent,
+    worker_processes,
+)
+
+T = TypeVar("T")
 
 _SECONDS = 1.0
 """How long the kernel may take to end a process whose sockets are closed already."""
@@ -39,12 +51,30 @@ def awaited(values: Iterator[Any], end: Any, limit: str) -> Any:
     Raises:
         DataError: If a worker has died, or has not given a value in time.
     """
+    return _when_awaited(values, lambda: next(values, end), limit, lost_workers)
+
+
+def begun(loader: DataLoader[Any], limit: str) -> Iterator[Any]:
+    """Returns ``iter(loader)``, for which persistent workers are waited for.
+
+    Args:
+        limit: As for :func:`awaited`.
+
+    Raises:
+        DataError: If a worker has died.
+    """
+    return _when_awaited(kept_iterator(loader), lambda: iter(loader), limit, ended_workers)
+
+
+def _when_awaited(
+    values: Any, act: Callable[[], T], limit: str, missed: Callable[[Any], list[BaseProcess]]
+) -> T:
     if not worker_processes(values):
-        return next(values, end)
+        return act()
     try:
         with _waiting_for(values):
-            _raise_if_lost(values)
-            return next(values, end)
+            _raise_if_any(missed(values))
+            return act()
     except (RuntimeError, OSError, EOFError) as error:
         if not (death := _death(values, error)):
             raise
@@ -77,9 +107,17 @@ def leave_stopping_to_the_rank(_: int = 0) -> None:
     needs their batches until then. Programs that the worker starts get the signals as ever.
     """
     listen()
+    tell_what_cannot_be_sent()
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _do_nothing)
+
+
+def begin_worker(given: Callable[[int], None] | None, number: int) -> None:
+    """Begins a worker of a user's own loader, by the user's ``given`` function."""
+    tell_what_cannot_be_sent()
+    if given is not None:
+        given(number)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
@@ -98,22 +136,21 @@ def _instead_of(torchs: Callable[[int, FrameType | None], object]) -> Callable[[
         try:
             torchs(number, frame)
         except RuntimeError:
-            if not any(lost_workers(reader) for reader in list(_readers)):
+            if not any(ended_workers(reader) for reader in list(_readers)):
                 raise  # a worker of a loader that is not Evener's
         if _awaited is not None:
-            _raise_if_lost(_awaited)
+            _raise_if_any(lost_workers(_awaited))
 
     return handle
 
 
-def _raise_if_lost(values: Any) -> None:
-    if told := _told(values):
-        raise RuntimeError(told)
+def _raise_if_any(lost: list[BaseProcess]) -> None:
+    if lost:
+        raise RuntimeError(_told(lost))
 
 
-def _told(values: Any) -> str:
+def _told(lost: list[BaseProcess]) -> str:
     """Returns which workers have died, and how; empty if none has."""
-    lost = lost_workers(values)
     return " and ".join(f"DataLoader worker (pid {each.pid}) {_how(each.exitcode or 0)}" for each in lost)
 
 
@@ -139,4 +176,4 @@ def _death(values: Any, error: Exception) -> str:
     for worker in workers:
         if worker.sentinel in gone:
             worker.join()  # its sentinel closes a moment before it has ended
-    return _told(values)
+    return _told(lost_workers(values))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import evener
 from evener.errors import DataError
@@ -37,6 +41,61 @@ def read(error: Exception, workers: int) -> None:
     with with_settings():
         for inputs in evener.prepare(model, loader)[1]:
             model(inputs)
+
+
+class Unsendable(Dataset[Any]):
+    """Its second item is, or raises, what no process can send to another."""
+
+    def __init__(self, raises: bool) -> None:
+        self._raises = raises
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        class LocalError(Exception):
+            pass
+
+        if index and self._raises:
+            raise LocalError("no luck")
+        return LocalError if index else torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("raises", "words"), [(True, "LocalError: no luck"), (False, "sent a batch.*local object")]
+)
+def test_what_a_worker_cannot_send_is_told(raises: bool, words: str) -> None:
+    kind: Any = {"num_workers": 1, "multiprocessing_context": "fork", "collate_fn": list}
+    loader: Any = DataLoader(Unsendable(raises), batch_size=1, **kind)
+    with with_settings(), pytest.raises(RuntimeError, match=f"(?s){words}"):
+        list(evener.prepare(torch.nn.Linear(2, 1), loader)[1])
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(2)
+
+
+@pytest.mark.parametrize("dataset", [[0, 1], Stream()], ids=["map", "stream"])
+def test_a_kept_worker_that_dies_between_two_passes_is_told(dataset: Any) -> None:
+    kind: Any = {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": True}
+    loader: Any = DataLoader(dataset, **kind)
+    with with_settings():
+        passes = evener.prepare(torch.nn.Linear(2, 1), loader)[1]
+        before = {child.pid for child in multiprocessing.active_children()}
+        assert len(list(passes)) == 2
+        (worker,) = {child.pid for child in multiprocessing.active_children()} - before
+        assert worker is not None
+        kill(worker)
+        with pytest.raises(
+            DataError, match=rf"DataLoader worker \(pid {worker}\) was killed by signal SIGKILL"
+        ):
+            next(iter(passes))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

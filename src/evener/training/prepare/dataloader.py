@@ -36,7 +36,7 @@ from evener.data.division import own_slice
 from evener.data.sample_names import unreadable
 from evener.data.sampler import Ids
 from evener.data.tensor_rows import RowBatches, as_read, rows_of
-from evener.data.worker_deaths import awaited
+from evener.data.worker_deaths import awaited, begin_worker, begun
 from evener.errors import ConfigurationError, DataError, EvenerError
 from evener.hardware.accelerators import WITH_STREAMS
 from evener.training.batches.agreed_costs import agreed_costs, cost_division
@@ -172,6 +172,9 @@ class PreparedLoader:
         self.balancer = place.balancer(config, ahead + 2 + place.session.runs_behind)
         self._shares = Shares(loader.batch_sampler, self.balancer, place, self._by_cost(config, cost))
         kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
+        if loader.num_workers:
+            kept["worker_init_fn"] = partial(begin_worker, loader.worker_init_fn)
+        self._limit = f"the DataLoader has timeout={loader.timeout:g}"
         device = place.session.device
         self._copies = CopyStream(device) if device.type in WITH_STREAMS else None
         self._generator = apart(0, place.data.index)
@@ -276,7 +279,7 @@ class PreparedLoader:
         """
         drawn = self._shares.drawn
         try:
-            found = awaited(source, _NOTHING, f"the DataLoader has timeout={self.given.timeout:g}")
+            found = awaited(source, _NOTHING, self._limit)
         except Exception as error:
             if drawn and not isinstance(error, EvenerError):
                 error.add_note(
@@ -304,7 +307,7 @@ class PreparedLoader:
             part = self._place.data.index if self._stream is None else 0  # all ranks read the same stream
             self._generator.set_state(apart(seed, part).get_state())
         return (
-            iter(self._reader)
+            begun(self._reader, self._limit)
             if self._stream is None
             else self._shares.of_stream(self._stream, self._collate)
         )

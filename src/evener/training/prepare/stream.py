@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from evener.data.fingerprint import digest_if_any
 from evener.data.stream_state import check_plain, copied, has_state
-from evener.data.worker_deaths import awaited
+from evener.data.worker_deaths import awaited, begun
 from evener.errors import ConfigurationError, DataError
 from evener.training.prepare.loop_state import LoopState
 
@@ -45,8 +45,9 @@ class WholeBatches:
         self, loader: DataLoader[Any], options: dict[str, Any], generator: torch.Generator, place: LoopState
     ) -> None:
         self._dataset, self._place, self._generator = loader.dataset, place, generator
-        self._workers, self._given_init = loader.num_workers, loader.worker_init_fn
+        self._workers, self._given_init = loader.num_workers, options["worker_init_fn"]
         self._options = options | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        self._limit = f"the DataLoader has timeout={loader.timeout:g}"
         self._reader = self._loader(self._dataset)
         self.kept: Place | None = None
         """The last place of which all workers' states are known."""
@@ -125,14 +126,14 @@ class WholeBatches:
 
     def _begun(self, reader: DataLoader[Any]) -> Iterator[Any]:
         if self._workers:
-            return iter(reader)
+            return begun(reader, self._limit)
         with self._place.random.drawn():
             return iter(reader)
 
     def _next(self, source: Iterator[Any]) -> Any:
         """Returns the next batch. What the stream draws in this process is drawn alike on all ranks."""
         if self._workers:
-            return awaited(source, None, f"the DataLoader has timeout={self._options['timeout']:g}")
+            return awaited(source, None, self._limit)
         with self._place.random.drawn():
             return next(source, None)
 
