@@ -198,7 +198,7 @@ def events(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         recorded.append(Event(clock))
         return recorded[-1]
 
-    monkeypatch.setattr("evener.hardware.timers._event", record)
+    monkeypatch.setattr("evener.hardware.timers.recorded_event", record)
     return recorded
 
 

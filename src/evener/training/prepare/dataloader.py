@@ -248,7 +248,7 @@ class PreparedLoader:
             if number != self._passes:
                 raise ConfigurationError(TWICE)
             with place.session.watchdog.phase("loading a batch", step=place.steps):
-                found = self._read(source)
+                found = next(source, _NOTHING)
             if ordered is not None:
                 place.random.load_state(later)  # the order is drawn: restore the loop's generator
                 ordered = None
@@ -271,24 +271,26 @@ class PreparedLoader:
         self._handed_out = 0
         shares.epoch += 1
 
-    def _read(self, source: Iterator[Any]) -> Any:
-        """Returns the next batch of the reader, ``_NOTHING`` after the last.
+    def _read(self, source: Iterator[Any]) -> Iterator[Any]:
+        """Yields the batches of a reader.
 
         Raises:
             DataError: If a worker died, or if reading a sample raised StopIteration, which would end the pass unseen.
         """
         drawn = self._shares.drawn
-        try:
-            found = awaited(source, _NOTHING, self._limit)
-        except Exception as error:
-            if drawn and not isinstance(error, EvenerError):
-                error.add_note(
-                    f"evener: failed while {self._reading_of(drawn[0], f'{type(error).__name__}: {said(error)}')}"
-                )
-            raise
-        if found is _NOTHING and drawn:
-            raise DataError(f"{self._reading_of(drawn[0], 'StopIteration')} raised StopIteration")
-        return found
+        while True:
+            try:
+                found = awaited(source, _NOTHING, self._limit)
+            except Exception as error:
+                if drawn and not isinstance(error, EvenerError):
+                    told = f"{type(error).__name__}: {said(error)}"
+                    error.add_note(f"evener: failed while {self._reading_of(drawn[0], told)}")
+                raise
+            if found is _NOTHING:
+                if drawn:
+                    raise DataError(f"{self._reading_of(drawn[0], 'StopIteration')} raised StopIteration")
+                return
+            yield found
 
     def _reading_of(self, batch: CurrentBatch, told: str) -> str:
         return unreadable(self.dataset, batch.indices or (), told)
@@ -306,7 +308,7 @@ class PreparedLoader:
                 seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.given.generator))
             part = self._place.data.index if self._stream is None else 0  # all ranks read the same stream
             self._generator.set_state(apart(seed, part).get_state())
-        return (
+        return self._read(
             begun(self._reader, self._limit)
             if self._stream is None
             else self._shares.of_stream(self._stream, self._collate)
