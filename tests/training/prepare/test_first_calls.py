@@ -118,6 +118,41 @@ def test_a_model_is_tried_in_its_first_call_outside_of_transforms(ranks: Ranks) 
     check_told(*ranks(2).run(trained_after_a_transform))
 
 
+class Bags(nn.Module):
+    """Takes the words of all samples one after another, and where those of each sample begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(9, 3)
+
+    def forward(self, words: Tensor, starts: Tensor) -> Tensor:
+        found: Tensor = self.words(words, starts)
+        return found
+
+
+def bags(samples: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+    lengths = torch.tensor([length for length, _ in samples])
+    words = torch.tensor([(at + target) % 9 for length, target in samples for at in range(length)])
+    return torch.tensor([target for _, target in samples]), words, lengths.cumsum(0) - lengths
+
+
+def trained_on_bags() -> list[str]:
+    with warnings.catch_warnings(record=True) as told, with_settings():
+        warnings.simplefilter("always")
+        torch.manual_seed(1)
+        data = [(1 + number % 4, number % 3) for number in range(24)]
+        made, loader, loss = evener.prepare(
+            Bags(), DataLoader(data, batch_size=6, collate_fn=bags), nn.CrossEntropyLoss()
+        )
+        for targets, words, starts in loader:
+            loss(made(words, starts), targets).backward()
+    return of_samples(told)
+
+
+def test_samples_with_several_rows_of_an_input_are_not_tried(ranks: Ranks) -> None:
+    assert ranks(2).run(trained_on_bags) == [[], []]
+
+
 class Contrasting(Layers):
     """Computes its own loss, in which samples are compared."""
 
