@@ -157,6 +157,11 @@ def test_wrong_loops_fail_at_their_line(proof: Any, name: str) -> None:
             marks=NIGHTLY,
         ),
         ("by_hand_alone", "refuses it .*torch.autograd.grad", "torch.autograd.grad gives a gradient"),
+        (
+            "padding",
+            "the loss is",
+            r"a tensor of the batch has the sizes 8 x 3 x 1 .* and 2 x . x 1 on rank 1",
+        ),
         ("teacher", "the loss is", "1 BatchNorm layers of models that were not prepared"),
     ],
 )

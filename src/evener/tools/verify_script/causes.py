@@ -153,17 +153,45 @@ def _cause_of_loss(runs: ScriptRuns, parting: Parting) -> str:
         return _of_drawing(runs)
     if _had_step(runs, parting):
         return (
-            "all events before agree, so look at what changed the weights or the samples since the last update, at a "
-            "queue or a memory of earlier rows, which must be those of all ranks (evener.gather), and at losses that "
-            "only later batches bring out: tokens that are padding, masks that are empty"
+            f"{_padding(runs, parting)}all events before agree, so look at what changed the weights or the samples "
+            "since the last update, at a queue or a memory of earlier rows, which must be those of all ranks "
+            "(evener.gather), and at losses that only later batches bring out: tokens that are padding, masks that are "
+            "empty"
         )
     return (
-        "the forward pass or the loss: is it a mean over all its terms, such as tokens that are not padding, of which "
-        "evener.loss or evener.global_mean(value, count) says the number? What is computed over the batch dimension "
-        "needs the rows of all ranks (evener.gather): mean and std that normalize inputs or advantages, flip, roll and "
-        "randperm that mix them, a queue of rows, a loss or layer that compares them with each other. A second model "
-        "in training mode, as a teacher, is to be prepared too, or in eval()"
+        f"{_padding(runs, parting)}the forward pass or the loss: is it a mean over all its terms, such as tokens that "
+        "are not padding, of which evener.loss or evener.global_mean(value, count) says the number? What is computed "
+        "over the batch dimension needs the rows of all ranks (evener.gather): mean and std that normalize inputs or "
+        "advantages, flip, roll and randperm that mix them, a queue of rows, a loss or layer that compares them with "
+        "each other. A second model in training mode, as a teacher, is to be prepared too, or in eval(). Buffers that "
+        "the forward pass writes, as the observers of quantization do, hold what a rank saw"
     )
+
+
+def _padding(runs: ScriptRuns, parting: Parting) -> str:
+    """Returns a text if a tensor of the current batch has another length on a rank, besides another number of samples;
+    else an empty string.
+    """
+    for number in reversed(range(parting.event)):
+        alone = runs.reference.events[number]
+        if alone.what is What.BATCH:
+            break
+    else:
+        return ""
+    for rank, run in enumerate(runs.divided):
+        for whole, part in zip(alone.sizes, run.events[number].sizes, strict=False):
+            if sum(a != b for a, b in zip(whole, part, strict=False)) > 1:
+                return (
+                    f"a tensor of the batch has the sizes {_by(whole)} on one device and {_by(part)} on rank {rank}: a "
+                    "collate function pads to the longest sample of a rank's share. A model that reads the padding "
+                    "computes something else then: pad all batches to one length, or mask the padding. If that is "
+                    "done, "
+                )
+    return ""
+
+
+def _by(sizes: tuple[int, ...]) -> str:
+    return " x ".join(map(str, sizes))
 
 
 def _of_drawing(runs: ScriptRuns) -> str:

@@ -10,14 +10,18 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from evener.data.batch import named_leaves
 from evener.files import PACKAGE
 from evener.tools.verify.trajectory import Sketches, Trajectory
 
 _EVENER = str(PACKAGE.resolve()) + os.sep
+
+
+Sizes = tuple[tuple[int, ...], ...]
 
 
 class ScriptLine(NamedTuple):
@@ -112,6 +116,8 @@ class Event:
     """Learning rates of the optimizer's parameter groups."""
     drew: bool = False
     """True if random numbers were drawn since the loop got the current batch."""
+    sizes: Sizes = ()
+    """Sizes of the tensors of a batch of a loader."""
 
     @property
     def place(self) -> tuple[What, ScriptLine]:
@@ -166,6 +172,8 @@ class Record:
     """True if the last of these passes was cut short."""
     failed_after_cut: bool = False
     """True if the script failed after a pass was cut short."""
+    sizes: Sizes = ()
+    """Sizes of the tensors of the batch that the loop gets next."""
 
     @property
     def steps(self) -> int:
@@ -196,6 +204,11 @@ class Record:
         """Returns the start of a tensor; zeros if it did not exist then, or had another shape."""
         start, end = self.start.get(name, self.end[name] * 0), self.end[name]
         return start if start.shape == end.shape else end * 0
+
+
+def sizes_of(batch: Any) -> Sizes:
+    """Returns the sizes of the tensors of a batch."""
+    return tuple(tuple(leaf.shape) for _, leaf in named_leaves(batch, "") if isinstance(leaf, Tensor))
 
 
 _WITH_VALUE = (What.LOSS, What.BACKWARD)

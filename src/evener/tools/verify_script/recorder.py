@@ -33,7 +33,7 @@ from evener.nn.fqn import clean_name
 from evener.strategies.composed import degrees_of
 from evener.tools.verify.perturbation import disturb
 from evener.tools.verify.trajectory import RandomSketch, Sketches
-from evener.tools.verify_script.events import Event, Record, ScriptLines, What
+from evener.tools.verify_script.events import Event, Record, ScriptLines, What, sizes_of
 from evener.tools.verify_script.heard_loss import HeardLoss
 from evener.torch_internals.autograd import is_within_transform
 from evener.torch_internals.compiling import outside_of_graphs
@@ -89,8 +89,7 @@ class ScriptRecorder(LoopWatch):
         self._close: Callable[[], None] | None = None
         self._open: dict[int, Event] = {}  # optimizer steps that have not ended
         self._sketch = RandomSketch()
-        self._drawn = 0
-        self._steps = 0
+        self._drawn = self._steps = 0
         self._steps_in_batch = self._most_in_batch = 0
         self._is_inside = False
         self._held: Sketches = {}  # weights at the start of the current batch, if no optimizer is used
@@ -140,6 +139,7 @@ class ScriptRecorder(LoopWatch):
         self._most_in_batch = max(self._most_in_batch, self._steps_in_batch)
         self._steps_in_batch = self._most_in_batch if self._is_enough() else 0
         event = Event(What.BATCH, self._lines.here(), mark(), weights=self._changed_by_hand())
+        event.sizes = self.record.sizes
         self.record.events.append(event)
 
     def _changed_by_hand(self) -> Sketches:
@@ -279,11 +279,11 @@ class ScriptRecorder(LoopWatch):
             found = next(batches, _NOTHING)
             if found is _NOTHING:
                 break
-            trains = self._steps > before
             is_long = self.record.cut and number >= self._plan.steps
-            if self._is_enough() and (trains or is_long):
+            if self._is_enough() and (self._steps > before or is_long):
                 self.record.cut = self.record.ended_by_limit = True
                 break
+            self.record.sizes = sizes_of(found)
             yield found
         self.record.passes += self._steps > before
 
