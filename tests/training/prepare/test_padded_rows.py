@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,10 +21,10 @@ from tests.training.prepare.running import Weights, prepared
 LENGTHS = (5, 2, 3, 1, 4, 4, 6, 1, 2, 2, 3)
 
 
-def samples() -> Any:
+def samples(lengths: Sequence[int]) -> Any:
     drawn = torch.Generator().manual_seed(3)
     options: Any = {"generator": drawn, "dtype": torch.float64}
-    return [(torch.randn(length, 3, **options), torch.randn(length, **options)) for length in LENGTHS]
+    return [(torch.randn(length, 3, **options), torch.randn(length, **options)) for length in lengths]
 
 
 def filled(items: Any) -> Any:
@@ -51,13 +51,20 @@ def by_sign(o: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(torch.stack([o, -o], 1), signs)
 
 
+def take_as_is(loss: Any, *given: Tensor) -> Any:
+    return loss(*given)
+
+
 def steps(
-    is_prepared: bool, loss: Any, take: Callable[..., Any] = lambda loss, o, *rest: loss(o, *rest)
+    is_prepared: bool,
+    loss: Any,
+    take: Callable[..., Any] = take_as_is,
+    lengths: Sequence[int] = LENGTHS,
 ) -> Weights:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(3, 1), nn.Flatten(1)).double()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader: Any = DataLoader(samples(), batch_size=4, collate_fn=filled)
+    loader: Any = DataLoader(samples(lengths), batch_size=4, collate_fn=filled)
     if is_prepared:
         model, optimizer, loader, loss = evener.prepare(model, optimizer, loader, loss)
     for x, mask, y in loader:
@@ -71,6 +78,50 @@ def steps(
 def test_a_loss_of_what_is_not_filled_in_is_that_of_one_device(ranks: Any, loss: Any) -> None:
     expected = steps(False, loss)
     for found in ranks(2).run(prepared, steps, loss, balance="3,1"):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
+def weighted(o: Tensor, mask: Tensor, y: Tensor) -> Any:
+    of_torch: Any = F.mse_loss  # whose types leave the weight out
+    return of_torch(o, y, weight=mask)
+
+
+def counted(loss: Any, o: Tensor, mask: Tensor, y: Tensor) -> Any:
+    return loss(((o - y) ** 2 * mask), int(mask.sum()))
+
+
+def over_count(each: Tensor, count: int) -> Tensor:
+    return each.sum() / count
+
+
+def take_prepared_count(loss: Any, *given: Tensor) -> Any:
+    return counted(evener.global_mean, *given)
+
+
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_weights_may_leave_nothing_out_on_each_rank(ranks: Any, is_counted: bool) -> None:
+    """The samples of a rank are of one length, and those of the other of another."""
+    lengths, given = (3, 3, 5, 5), tuple[Any, ...]()
+    if is_counted:
+        expected = steps(False, over_count, counted, lengths)
+        given = nn.MSELoss(), take_prepared_count, lengths
+    else:
+        expected = steps(False, weighted, lengths=lengths)
+        given = weighted, take_as_is, lengths
+    for found in ranks(2).run(prepared, steps, *given, balance="equal"):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
+def squeezed(loss: Any, o: Tensor, _: Tensor, y: Tensor) -> Any:
+    return loss(o.squeeze(), y.squeeze())
+
+
+def test_the_only_sample_of_a_rank_may_be_a_number(ranks: Any) -> None:
+    lengths = (1,) * 8
+    expected = steps(False, nn.MSELoss(), squeezed, lengths)
+    for found in ranks(2).run(prepared, steps, nn.MSELoss(), squeezed, lengths, balance="3,1"):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import evener
+from evener.data.batch import MicroBatch
 from evener.errors import LossError
 from evener.training.engine import Engine
-from evener.training.step.divisions import check_widths
+from evener.training.step.divisions import check_widths, width_of
 
 LENGTHS = (5, 2, 3, 1, 4, 4, 6, 1)
 
@@ -96,3 +97,10 @@ def test_a_rank_without_samples_has_no_width() -> None:
     check_widths([3.0, 0.0, 3.0])
     with pytest.raises(LossError, match="3 on rank 0, 4 on rank 2"):
         check_widths([3.0, 0.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("targets", "width"), [(torch.zeros(2, 3), 3.0), (torch.tensor(1.0), 1.0), ({"y": torch.zeros(2)}, 0.0)]
+)
+def test_targets_of_one_number_have_a_width_and_a_dict_has_none(targets: Any, width: float) -> None:
+    assert width_of([MicroBatch(None, targets, torch.arange(2), 1)]) == width

@@ -65,8 +65,9 @@ class CurrentBatch:
         """Number of samples that count on this rank."""
         return self.micro.size
 
-    def width(self, elements: int, rows: int) -> int:
-        """Returns the number of elements of a sample; 0 if the rows are not this rank's samples."""
+    def width(self, elements: int, rows: int = 1) -> int:
+        """Returns the number of elements of a sample; 0 if the rows are not this rank's samples. A number without
+        dimensions is one row."""
         return elements // rows if rows and rows == self.samples else 0
 
     def differs(self, other: CurrentBatch) -> bool:

@@ -324,6 +324,7 @@ class AllRanks(Joint):
         self, total: Tensor, count: Any, divisor: Callable[[float], float], sizes: Sequence[int] = ()
     ) -> Tensor:
         self._calls += 1
+        is_of_all = len(sizes) > 1 and isinstance(count, int) and count == sizes[0]  # no sum of weights
         return joined(
             self._place,
             total,
@@ -332,7 +333,7 @@ class AllRanks(Joint):
             batch=self._batch,
             code=("sum", self._calls),
             own=sizes,
-            width=self._batch.width(*sizes) if len(sizes) > 1 and count == sizes[0] else 0,
+            width=self._batch.width(*sizes) if is_of_all else 0,
             is_marked=self._is_marked,
         )
 

@@ -176,19 +176,19 @@ def global_mean(value: Tensor | Callable[..., Any], *arguments: Any, **named: An
     current_batch = place.current_batch("evener.global_mean was called")
     if not isinstance(value, Tensor):
         return loop_watch().prepared("loss", value, _over_all(value, place))(*arguments, **named)
-    count = _count_of(value, *arguments, **named)
-    if count is None:
+    count = _count_of(*arguments, **named)
+    if count is None and not value.dim():
         refuse_divided(
             "evener.global_mean of a mean weighs by samples unless it is given the count", current_batch
         )
-    current_batch.is_counted |= count is None
-    mean = losses.global_mean(place, value, current_batch.samples if count is None else count)
+        current_batch.is_counted, count = True, current_batch.samples
+    mean = losses.global_mean(place, value, count)
     loop_watch().mean(mean)
     return mean
 
 
-def _count_of(value: Tensor, count: float | Tensor | None = None) -> float | Tensor | None:
-    return value.numel() if count is None and value.dim() else count
+def _count_of(count: float | Tensor | None = None) -> float | Tensor | None:
+    return count
 
 
 def _over_all(function: Callable[..., Any], place: LoopState) -> OverAll:

@@ -115,8 +115,7 @@ class OverAll:
         total, count = loss.total(outputs, targets), loss.count(targets)
         sizes = [leaf.numel() for leaf in leaves_of((outputs, targets)) if isinstance(leaf, Tensor)]
         own = sizes if is_torch_loss(self.function) else []
-        over_all = loss.is_over_elements
-        width = self._place.current_batch("").width(targets.numel(), len(targets)) if over_all else 0
+        width = _width(self._place, targets) if loss.is_over_elements else 0
         return joined(self._place, total, count, loss.divisor, own=own, width=width)
 
     def _is_by_samples(self) -> bool:
@@ -230,8 +229,15 @@ def _unmarked(made: Any) -> Any:
     return map_leaves(lambda leaf: leaf.plain if isinstance(leaf, Own) else leaf, made)
 
 
-def global_mean(place: LoopState, value: Tensor, count: float | Tensor) -> Tensor:
+def _width(place: LoopState, terms: Tensor) -> int:
+    return place.current_batch("").width(terms.numel(), *terms.shape[:1])
+
+
+def global_mean(place: LoopState, value: Tensor, count: float | Tensor | None) -> Tensor:
     """Returns the mean over the terms of all ranks, from this rank's mean over ``count`` terms.
+
+    Args:
+        count: None if ``value`` is the terms themselves, all of which count.
 
     Raises:
         LossError: If the value comes from a number of all ranks, which would count once for each.
@@ -239,10 +245,10 @@ def global_mean(place: LoopState, value: Tensor, count: float | Tensor) -> Tenso
     if is_of_all_ranks(value, place):
         raise LossError(_TWICE)
     value = plain_of(value)
+    if count is None:
+        return joined(place, total_of(value), value.numel(), width=_width(place, value))
     if value.dim():
-        over_all = not isinstance(count, Tensor) and count == value.numel()
-        width = place.current_batch("").width(value.numel(), len(value)) if over_all else 0
-        return joined(place, total_of(value), count, width=width)
+        return joined(place, total_of(value), count)
     value = value.to(torch.promote_types(value.dtype, torch.float32))  # the sum may overflow float16
     if isinstance(count, Tensor) and place.later.is_late(count):
         return joined(place, silent_if_zero(value) * count.to(value.dtype), count)

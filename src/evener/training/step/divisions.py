@@ -11,6 +11,7 @@ import zlib
 from array import array
 from collections.abc import Sequence
 
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from evener.balance.base import shares_in_words
@@ -33,9 +34,11 @@ def _code_of_division(batch: Batch, code: int = 0) -> int:
 
 
 def width_of(micros: Sequence[MicroBatch]) -> float:
-    """Returns the number of elements of a sample among the targets of a rank; 0 if it has no whole samples."""
-    whole = [each for each in micros if each.weight and each.sequence is None]
-    return float(max((each.targets.numel() // max(1, len(each.targets)) for each in whole), default=0))
+    """Returns the number of elements of a sample among the targets of a rank; 0 if it has no whole samples, or targets
+    that are no tensor, which a mean over elements refuses."""
+    whole = [each.targets for each in micros if each.weight and each.sequence is None]
+    shapes = [targets.shape or (1,) for targets in whole if isinstance(targets, Tensor)]
+    return float(max((math.prod(shape) // max(1, shape[0]) for shape in shapes), default=0))
 
 
 def check_widths(widths: Sequence[float]) -> None:
