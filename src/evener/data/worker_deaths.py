@@ -167,9 +167,8 @@ def _death(values: Any, error: Exception) -> str:
     The samples that a worker has sent are fetched from it, so its death may first be seen as a lost connection.
     """
     if isinstance(error, RuntimeError):
-        words = (
-            str(each) for each in (error.__cause__, error)
-        )  # torch says less of what the handler has raised
+        # torch says less of what the handler has raised.
+        words = (str(each) for each in (error.__cause__, error))
         return next((each for each in words if each.startswith("DataLoader")), "")
     workers = worker_processes(values)
     gone = wait([worker.sentinel for worker in workers], _SECONDS)

@@ -268,9 +268,8 @@ def _place_of(models: list[nn.Module], objects: Sequence[Any], settings: dict[st
     is_given_again = place is not None and any(model is other for model in models for other in place.models)
     if place is None or is_given_again or (settings and config != _CurrentPreparation.given):
         return _begin(models, objects, config)
-    if (
-        place.division.divides_model
-    ):  # nothing can be divided with it, so this is the next fold, or the next trial
+    # Nothing can be divided with a divided model, so this is the next fold, or the next trial.
+    if place.division.divides_model:
         return _begin(models, objects, config if settings else _CurrentPreparation.given)
     try:
         place.add(models, LearnerOfLoop(objects, _CurrentPreparation.config, place.world_size))

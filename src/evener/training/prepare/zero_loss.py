@@ -26,9 +26,8 @@ def silent(total: Tensor) -> Tensor:
     if not total.requires_grad:
         return total.detach().new_zeros(())
     for node in nodes_behind(total):
-        if node.next_functions and not isinstance(
-            node, BackwardCFunction
-        ):  # not where a leaf gets its gradient
+        is_leaf = not node.next_functions
+        if not (is_leaf or isinstance(node, BackwardCFunction)):
             node.register_hook(_zeros_of_zeros)
     return silence_of([total])
 
