@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset, get_worker_info
 
+from evener.data import worker_deaths
+from evener.data.worker_deaths import _waiting_for
 from evener.data.workers import Workers
 from evener.errors import DataError
 
@@ -59,6 +62,28 @@ def test_a_death_is_raised_where_a_value_is_awaited_and_nowhere_else() -> None:
     time.sleep(0)  # where Python would run a handler of SIGCHLD that is due
     with pytest.raises(DataError, match=rf"{worker}\) was killed by signal SIGKILL"):
         next(values)
+
+
+def test_a_wait_in_a_thread_leaves_that_of_the_main_thread_alone() -> None:
+    values, of_thread = read(), read()
+    pid = next(values)  # the worker of the main thread
+    began, is_over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        with _waiting_for(of_thread):
+            began.set()
+            is_over.wait(20)
+
+    thread = threading.Thread(target=wait)
+    with _waiting_for(values):
+        thread.start()
+        assert began.wait(20)
+    is_over.set()
+    thread.join()
+    os.kill(pid, signal.SIGKILL)
+    until_gone(pid)
+    time.sleep(0)  # where Python would run a handler of SIGCHLD that is due
+    assert worker_deaths._awaited is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

@@ -90,10 +90,11 @@ def _waiting_for(values: Iterator[Any]) -> Iterator[None]:
     """Context in which the death of a worker of ``values`` is raised in the main thread."""
     global _awaited
     _readers.add(values)
-    before = _awaited
-    if threading.current_thread() is threading.main_thread():
-        _only_while_awaited()
-        _awaited = values
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _only_while_awaited()
+    before, _awaited = _awaited, values
     try:
         yield
     finally:
