@@ -1,20 +1,25 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.utils.data import Dataset, get_worker_info
 
+from evener.core.collector import collector_paused
 from evener.data import worker_deaths
 from evener.data.worker_deaths import _waiting_for
 from evener.data.workers import Workers
 from evener.errors import DataError
+from evener.torch_internals.data_workers import end_by_kill
 
 
 class Dies(Dataset[Any]):
@@ -92,3 +97,16 @@ def test_a_worker_goes_on_when_its_job_is_asked_to_stop(number: signal.Signals) 
     worker = next(values)
     os.kill(worker, number)
     assert list(values) == [worker] * 7
+
+
+def test_a_worker_that_ends_by_a_kill_is_freed_at_once() -> None:
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    process.start()
+    end_by_kill(SimpleNamespace(_workers=[process]))
+    process.terminate()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    reference = weakref.ref(process)
+    with collector_paused():
+        del process
+        assert reference() is None

@@ -15,6 +15,8 @@ Tested with torch 2.11, 2.13, 2.15.
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from typing import Any
@@ -54,10 +56,19 @@ def lost_workers(iterator: Any) -> list[BaseProcess]:
 
 
 def end_by_kill(iterator: Any) -> None:
-    """Makes torch and Python end the workers by SIGKILL where they would send SIGTERM."""
+    """Makes torch and Python end the workers by SIGKILL where they would send SIGTERM.
+
+    Processes hold no methods of their own: their files would stay open until the garbage collector finds the cycle.
+    """
     for worker in worker_processes(iterator):
-        worker.terminate = worker.kill  # type: ignore[method-assign]
-        worker._popen.terminate = worker._popen.kill  # type: ignore[attr-defined]
+        for each in (worker, worker._popen):  # type: ignore[attr-defined]
+            each.terminate = partial(_kill, weakref.ref(each))  # type: ignore[method-assign]
+
+
+def _kill(reference: weakref.ref[Any]) -> None:
+    process = reference()
+    if process is not None:
+        process.kill()
 
 
 def is_torchs_handler(handler: object) -> bool:
