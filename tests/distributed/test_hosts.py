@@ -58,6 +58,19 @@ def test_an_error_is_told_before_other_ranks_destroy_their_groups(
     assert groups_open() == 1
 
 
+def test_an_error_that_is_handled_while_a_run_goes_on_keeps_none_of_its_groups(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script may begin another run where it handles the error of the run before."""
+    monkeypatch.setattr(hosts, "_DESTROYED_ALONE", {"fake"})
+    try:
+        raise MemoryError
+    except MemoryError:
+        with hosts.beside_a_handled_error():
+            destroy(group)
+    assert groups_open() == 1
+
+
 def test_an_error_keeps_no_group_that_a_rank_destroys_alone(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="of one rank"):
         failing(group)

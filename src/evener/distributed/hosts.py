@@ -12,6 +12,8 @@ import functools
 import hashlib
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 """PyTorch's function by its new name, if it has it: torch 2.13 warns about the old one."""
 _DESTROYED_ALONE = {"gloo", "fake"}
 """Backends of which a rank destroys its groups without waiting for other ranks."""
+_handled = id(None)
+"""Identity of the exception that was being handled when the run began."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACES = (Path("/proc/self/ns/pid"), Path("/proc/self/ns/net"))
 
@@ -55,8 +59,22 @@ def destroy(group: dist.ProcessGroup | None) -> None:
     While an exception is on its way, a group stays whose destruction waits for its other ranks, as with NCCL: they may
     be in a collective in which they wait for this rank, and the exception would never be told.
     """
-    if dist.is_initialized() and (sys.exception() is None or backends_of(group) <= _DESTROYED_ALONE):
+    error = sys.exception()
+    is_on_its_way = error is not None and id(error) != _handled
+    if dist.is_initialized() and (not is_on_its_way or backends_of(group) <= _DESTROYED_ALONE):
         dist.destroy_process_group(group)
+
+
+@contextmanager
+def beside_a_handled_error() -> Iterator[None]:
+    """Context of a run that may begin where an error is being handled, such as one that ended the run before: that
+    error is not on its way through this one."""
+    global _handled
+    before, _handled = _handled, id(sys.exception())
+    try:
+        yield
+    finally:
+        _handled = before
 
 
 def connected(group: dist.ProcessGroup) -> dist.ProcessGroup:

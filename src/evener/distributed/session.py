@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +39,7 @@ from evener.distributed.environment import (
     usable_cores,
 )
 from evener.distributed.failure import is_communication_error
-from evener.distributed.hosts import connected, destroy, host_token
+from evener.distributed.hosts import beside_a_handled_error, connected, destroy, host_token
 from evener.distributed.mesh import Layout, Mesh
 from evener.distributed.preflight import JoinTerms, agree
 from evener.distributed.recovery.deferred_free import bury
@@ -170,10 +170,10 @@ class Session:
         if launched is not None and isinstance(self.timeout_seconds, DefaultLimit):
             self.timeout_seconds = launched.timeout_seconds
         with ExitStack() as stack:
+            stack.enter_context(beside_a_handled_error())
             self._enter_threads(stack)
             self.device = self._take_device()
-            if self.device.type == "cpu":
-                stack.enter_context(freed_memory_kept())
+            stack.enter_context(freed_memory_kept() if self.device.type == "cpu" else nullcontext())
             if self._finds_group():
                 self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             store = self._open_store()

@@ -567,7 +567,7 @@ def test_what_is_closed_at_the_end_knows_that_the_script_has_failed(monkeypatch:
     opened.callback(lambda: seen.append(sys.exception()))
     monkeypatch.setattr(preparing._CurrentPreparation, "opened", opened)
     monkeypatch.setattr(sys, "last_value", error, raising=False)
-    preparing.end()
+    preparing._end_at_exit()
     assert seen == [error]
 
 

@@ -175,17 +175,19 @@ def end() -> None:
     """Ends the preparation of this process, if there is one, and releases everything."""
     opened, _CurrentPreparation.opened, _CurrentPreparation.place = _CurrentPreparation.opened, None, None
     if opened is not None:
-        error = getattr(sys, "last_value", None)  # set if the script ends with an error
-        try:
-            if error is not None:
-                raise error
-        except BaseException:
-            opened.__exit__(*sys.exc_info())  # what is closed sees that there is an error
-        else:
-            opened.__exit__(None, None, None)
+        opened.__exit__(*sys.exc_info())
 
 
-atexit.register(end)
+@atexit.register
+def _end_at_exit() -> None:
+    """What is closed sees the error with which the script has ended."""
+    try:
+        if error := getattr(sys, "last_value", None):
+            raise error
+    except BaseException:
+        end()
+    else:
+        end()
 
 
 def _as_given(thing: Any) -> Any:
