@@ -29,7 +29,7 @@ def note_directory(run_dir: Path) -> None:
 
 def write_directory_note(private: Path, run_dir: Path) -> None:
     """Writes down where the run directory is, and its inode: another one may be there when the ranks end."""
-    (private / DIRECTORY_NOTE).write_text(f"{run_dir.stat().st_ino} {run_dir}")
+    (private / DIRECTORY_NOTE).write_bytes(os.fsencode(f"{run_dir.stat().st_ino} {run_dir}"))
 
 
 def note_fault(private: Path, failure: Failure, found: EvenerError | None = None) -> None:
@@ -43,7 +43,7 @@ def note_fault(private: Path, failure: Failure, found: EvenerError | None = None
     if failure.kind == "interrupted" and found is None:
         return
     with suppress(OSError, ValueError):
-        inode, _, place = (private / DIRECTORY_NOTE).read_text().partition(" ")
+        inode, _, place = os.fsdecode((private / DIRECTORY_NOTE).read_bytes()).partition(" ")
         run_dir = Path(place)
         if run_dir.stat().st_ino != int(inode):
             return
