@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import evener
-from evener.strategies.sample_trial import SampleTrial
+from evener.strategies.sample_trial import ModelRun, SampleTrial
 from evener.training.engine import Engine
 from tests import tasks
 from tests.ranks import RankPool
@@ -250,3 +250,19 @@ def test_no_message_is_sent_in_a_trial(ranks: Ranks) -> None:
 
 def test_one_rank_has_nothing_to_try() -> None:
     assert not trained(Centred)[0]
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ((torch.ones(5, 5), torch.ones(5)), True),  # a mask of positions and a row for all
+        ((torch.ones(1, 9), torch.tensor(2.0)), True),
+        ((torch.arange(11),), False),  # the words of all samples, one after another
+    ],
+)
+def test_samples_are_chosen_where_all_else_is_the_same_for_any(
+    others: tuple[Tensor, ...], expected: bool
+) -> None:
+    inputs = torch.zeros(3, 5, dtype=torch.long), *others
+    run = ModelRun(nn.Identity(), nn.Identity(), inputs, torch.arange(3), False, (3, 3))
+    assert run.is_by_samples is expected

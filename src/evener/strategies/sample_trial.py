@@ -81,16 +81,19 @@ class ModelRun(NamedTuple):
     def is_by_samples(self) -> bool:
         """True if some input tensors surely have a row for each sample, and all else is the same for any samples.
 
-        Tensors with other numbers of rows may hold several rows for each sample, as the words of all samples one after
-        another do, so that samples could not be chosen from them.
+        Tensors with another number of rows may hold several rows for each sample, as the words of all samples one after
+        another do, so that samples could not be chosen from them. They do not if it is a size within a sample, as that
+        of a mask of positions is.
         """
         samples = len(self.samples)
         leaves = [leaf for _, leaf in named_leaves(self.inputs, "")]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        of_samples = [t for t in tensors if t.shape[:1] == (samples,)]
+        known = {1, samples}.union(*(t.shape[1:] for t in of_samples))
         return (
             self.number > 1
-            and any(t.shape[:1] == (samples,) for t in tensors)
-            and all(t.ndim == 0 or len(t) in (1, samples) for t in tensors)
+            and bool(of_samples)
+            and all(t.ndim == 0 or len(t) in known for t in tensors)
             and all(type(t) is Tensor and t.layout is torch.strided for t in tensors)
             and not (self.may_be_columns and any(samples in t.shape[1:] for t in tensors))
             and all(leaf is None or isinstance(leaf, Tensor | bool | int | float | str) for leaf in leaves)
