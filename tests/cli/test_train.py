@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import evener
 from evener.balance.time_model import Line
 from evener.cli.main import main, parser
 from evener.cli.train import command_that_continues, saying_how_to_continue
 from evener.core.config.run_config import RunConfig
-from evener.errors import InterruptedRunError
+from evener.errors import InterruptedRunError, RankError
 from evener.tools.plan import Calibration, StepCosts, keep
 from evener.tools.plan.calibration import counted_settings, this_machine
 from evener.tools.plan.candidates import Candidate
@@ -59,6 +60,25 @@ def test_the_command_that_continues_is_a_command() -> None:
 def test_a_run_that_was_stopped_before_it_saved_says_no_command() -> None:
     with pytest.raises(InterruptedRunError, match=r"before any progress$"), saying_how_to_continue(["train"]):
         raise InterruptedRunError("interrupted by SIGINT before any progress", 2)
+
+
+def run_that_fails() -> None:
+    evener.fit("digits", run_dir=Path("runs/one"), save_every=4, epochs=1, processes=1, show=False)
+    raise RankError("rank 1 was killed by SIGKILL")
+
+
+def test_a_run_that_fails_says_from_where_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["train", "digits", "--processes", "1", "--run-dir", "runs/one", "--save-every", "4"]
+    with pytest.raises(RankError) as raised, saying_how_to_continue(given):
+        run_that_fails()
+    last = max(path.name for path in Path("runs/one/checkpoints").glob("step-*"))
+    assert raised.value.__notes__ == [
+        f"The last checkpoint is {last}. Continue: evener train digits --processes 1 --save-every 4 --resume runs/one"
+    ]
+    with pytest.raises(RankError) as raised, saying_how_to_continue(given):
+        raise RankError("before this run has a directory")
+    assert not hasattr(raised.value, "__notes__")
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None, parsed: argparse.Namespace | No
     except EvenerError as error:
         plain = isinstance(error, RankError | InterruptedRunError)
         label = "" if plain else f"{type(error).__name__}: "
-        return _failed(f"{label}{error}", error.exit_status)
+        return _failed("\n".join([f"{label}{error}", *getattr(error, "__notes__", ())]), error.exit_status)
     except KeyboardInterrupt:
         return _failed("interrupted", 130)
     except OSError as error:

@@ -15,8 +15,9 @@ from evener.cli import options
 from evener.cli.parsing import CommandHelp, Parser, path
 from evener.core.collector import collector_paused
 from evener.core.config.run_config import RunConfig
-from evener.core.elsewhere import place_of, shown
+from evener.core.elsewhere import is_url, place_of, shown
 from evener.core.stdio import unheard
+from evener.core.text import from_here
 from evener.errors import ConfigurationError, DataError, InterruptedRunError
 from evener.training.reporting.width import fitted
 
@@ -159,7 +160,8 @@ def _beside_prediction(arguments: argparse.Namespace, plan: Path, run: Path, loa
 
 @contextmanager
 def saying_how_to_continue(given: Sequence[str]) -> Iterator[None]:
-    """If the run is interrupted and was saved, adds the command that continues it to the error's message.
+    """If the run is interrupted and was saved, adds the command that continues it to the error's message. To another
+    error of a run that has saved before, adds it as a note.
 
     Args:
         given: The arguments of the command line.
@@ -167,6 +169,9 @@ def saying_how_to_continue(given: Sequence[str]) -> Iterator[None]:
     Raises:
         InterruptedRunError: If the block raises it.
     """
+    from evener.distributed.launch.fault_note import noted_directory
+
+    earlier = noted_directory()
     try:
         yield
     except InterruptedRunError as error:
@@ -175,6 +180,28 @@ def saying_how_to_continue(given: Sequence[str]) -> Iterator[None]:
             raise
         message = f"{before}Continue: {command_that_continues(given, directory)}"
         raise InterruptedRunError(message, error.exit_status - 128) from error
+    except Exception as error:
+        place = noted_directory()
+        words = "" if place is None or place is earlier else _what_was_saved(place, given)
+        if words:
+            error.add_note(words)
+        raise
+
+
+def _what_was_saved(directory: Path, given: Sequence[str]) -> str:
+    """Returns which checkpoint the run that has failed has left in its directory, and the command that continues from
+    it; empty if there is none here."""
+    from evener.checkpoint.layout import CHECKPOINTS, complete
+
+    if any(is_url(argument.rpartition("=")[2]) for argument in given):
+        return ""
+    try:
+        saved = complete(directory / CHECKPOINTS)
+    except (ConfigurationError, OSError):
+        return ""
+    if not saved:
+        return ""
+    return f"The last checkpoint is {saved[0].name}. Continue: {command_that_continues(given, from_here(directory))}"
 
 
 def command_that_continues(given: Sequence[str], directory: str) -> str:
