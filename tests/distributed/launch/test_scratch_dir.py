@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import threading
 from pathlib import Path
 
@@ -32,6 +33,18 @@ def cleared(home: Path) -> bool:
 def test_what_a_dead_launcher_left_is_removed(tmp_path: Path) -> None:
     path = left(tmp_path)
     assert cleared(tmp_path)
+    assert not path.exists()
+
+
+def test_a_launcher_whose_parent_does_not_ask_for_its_status_is_dead(tmp_path: Path) -> None:
+    path = left(tmp_path)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        (path / "owner").write_text(json.dumps([*scratch._here(), process.pid, scratch._begin(process.pid)]))
+        assert cleared(tmp_path)
+        assert path.exists()
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert cleared(tmp_path)
     assert not path.exists()
 
 

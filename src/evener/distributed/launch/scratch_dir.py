@@ -69,8 +69,9 @@ def _here() -> list[str]:
 
 def _begin(pid: int) -> int | None:
     """Returns the start time of the process in ticks since boot, which clock changes do not affect. Returns None if it
-    does not exist."""
+    does not exist, or has ended and its parent has not asked for its status (a zombie)."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        found = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+    return None if found[0] == "Z" else int(found[19])
