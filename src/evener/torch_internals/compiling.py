@@ -6,7 +6,7 @@ imports it where a function is defined. ``_disable_dynamo``, which torch uses fo
 function is first called. So a process that computes nothing, such as the launcher, starts a second earlier. Its wrapper
 takes 6 us a call. So it is passed by where the compiler is not active, which ``get_eval_frame_callback`` tells.
 ``_torchdynamo_disable`` marks a function that compiled code is not to trace, and ``set_code_exec_strategy`` leaves the
-code of the own wrapper alone.
+code of the own wrapper alone. At subclasses of tensors in ``nontraceable_tensor_subclasses`` a graph ends.
 
 ``torch.compile`` accepts a function of a graph and example inputs as a backend, but has no public way to get a backend
 by name and mode. It makes them of two private classes, which know the options of each mode.
@@ -41,6 +41,11 @@ def outside_of_graphs(function: F) -> F:
     called._torchdynamo_disable = True  # type: ignore[attr-defined]
     eval_frame.set_code_exec_strategy(called.__code__, _SKIPPED)
     return cast(F, wraps(function)(called))
+
+
+def kept_out_of_graphs(kind: type[Tensor]) -> None:
+    """Keeps ``torch.compile`` from tracing what is done with tensors of a subclass."""
+    torch._dynamo.config.nontraceable_tensor_subclasses.add(kind)
 
 
 class Compiled(NamedTuple):

@@ -19,7 +19,8 @@ from evener.components.delayed_hooks import OF_WEIGHTS
 from evener.components.sharded_tensor.local import is_divided
 from evener.errors import ConfigurationError
 from evener.nn.attention_dispatch import attending
-from evener.torch_internals.compiling import outside_of_graphs
+from evener.torch_internals.compiling import kept_out_of_graphs, outside_of_graphs
+from evener.training.prepare.global_loss_value import GlobalLossValue
 from evener.training.prepare.late_checks import LateChecks, Number
 from evener.training.prepare.loop_state import LoopState
 
@@ -201,6 +202,7 @@ class Passes:
 
     def __init__(self, place: LoopState) -> None:
         self._place, self._mean = place, place.mean
+        kept_out_of_graphs(GlobalLossValue)
         self.close = replaced(self)
 
     def concerns(self, roots: Sequence[Any], only_losses: bool) -> list[Tensor] | None:
