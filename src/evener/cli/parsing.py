@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from evener.core.did_you_mean import did_you_mean
 from evener.core.elsewhere import is_url, place_of
 from evener.errors import ConfigurationError
 
@@ -119,15 +120,11 @@ class Parser(argparse.ArgumentParser):
         named = [word.partition("=")[0] for word in strange if word.startswith("-")]
         if not named:
             return f"unrecognized arguments: {' '.join(strange)}"
-        from evener.core.did_you_mean import did_you_mean
-
         near = did_you_mean(named[0], self.options)
         return f"there is no option {named[0]}" + (f"; {near}" if near else "")
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        from evener.core.did_you_mean import did_you_mean
-
         near = did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2])) if wrong else ""
         self.print_usage(sys.stderr)
         self.exit(2, f"{self.prog}: error: {message}{f'; {near}' if near else ''}\n")

@@ -91,14 +91,14 @@ def examine(
     """Computes the task's loss and metrics over ``dataset``, the same on every rank, and keeps data from the same
     forward passes. A collective call.
 
-    Raises:
-        LossError: If ranks have padded a batch to different lengths, and a mean is over what is padded, too.
-
     Args:
         keep: Maps the outputs and targets of a forward pass to the data to keep. If None, nothing is kept.
         measured: Whether the dataset has targets; without them there are no metrics.
         everywhere: Whether every rank gets the kept data.
         batches: The number of batches to read, from the beginning; None for all.
+
+    Raises:
+        LossError: If ranks have padded a batch to different lengths, and a mean is over what is padded, too.
     """
     check_dataset(dataset, "the dataset")
     dataset = as_dataset(dataset)

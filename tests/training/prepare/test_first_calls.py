@@ -101,13 +101,16 @@ def test_no_other_model_is_and_a_trial_changes_no_bit(ranks: Ranks, model: type[
     assert all(torch.equal(value, untried[name]) for name, value in tried.items())
 
 
+def prepared_with_rows(model: nn.Module) -> Any:
+    rows = TensorDataset(torch.randn(36, 6))
+    return evener.prepare(model, DataLoader(rows, batch_size=12, shuffle=True))
+
+
 def trained_after_a_transform() -> list[str]:
     with warnings.catch_warnings(record=True) as told, with_settings():
         warnings.simplefilter("always")
         torch.manual_seed(1)
-        made, loader = evener.prepare(
-            Centred(), DataLoader(TensorDataset(torch.randn(36, 6)), batch_size=12, shuffle=True)
-        )
+        made, loader = prepared_with_rows(Centred())
         for (x,) in loader:
             torch.func.vmap(made)(torch.stack([x, 2 * x]))
             made(x)
@@ -186,9 +189,7 @@ def trained_by_own_loss(model: type[nn.Module]) -> list[str]:
     with warnings.catch_warnings(record=True) as told, with_settings():
         warnings.simplefilter("always")
         torch.manual_seed(1)
-        made, loader = evener.prepare(
-            model(), DataLoader(TensorDataset(torch.randn(36, 6)), batch_size=12, shuffle=True)
-        )
+        made, loader = prepared_with_rows(model())
         for (x,) in loader:
             found = made(x)
             evener.global_mean(found["loss"] if isinstance(found, dict) else found).backward()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import evener
+from evener.distributed import hosts
 from evener.errors import (
     ConfigurationError,
     DivergenceError,
@@ -569,6 +570,21 @@ def test_what_is_closed_at_the_end_knows_that_the_script_has_failed(monkeypatch:
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     preparing._end_at_exit()
     assert seen == [error]
+
+
+def test_a_loop_that_is_replaced_where_an_error_is_handled_does_not_end_by_it() -> None:
+    seen = list[bool]()
+    with with_settings():
+        evener.prepare(model_of())
+        assert preparing._CurrentPreparation.opened is not None
+        preparing._CurrentPreparation.opened.callback(
+            lambda: seen.append(id(sys.exception()) == hosts._handled)
+        )
+        try:
+            raise MemoryError
+        except MemoryError:
+            evener.prepare(model_of(), seed=3)
+    assert seen == [True]
 
 
 def test_a_divergence_is_an_error_of_eveners() -> None:

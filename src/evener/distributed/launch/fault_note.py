@@ -17,18 +17,19 @@ from evener.errors import EvenerError
 DIRECTORY_NOTE = "run-directory"
 """Name of the file in the private directory."""
 _DIED = ("killed", "exit")
-_noted: list[Path] = []
+_noted: Path | None = None
 """The run directory of a run of this process or of ranks that it has launched, if it is known."""
 
 
 def noted_directory() -> Path | None:
     """Returns the directory of the last run of this process, or of ranks that have failed; None if there is none."""
-    return _noted[-1] if _noted else None
+    return _noted
 
 
 def note_directory(run_dir: Path) -> None:
     """Tells the launcher of this rank, if there is one, where the run directory is."""
-    _noted[:] = [run_dir]
+    global _noted
+    _noted = run_dir
     private = os.environ.get(RUN_DIR)
     if private is not None:
         with suppress(OSError):
@@ -48,6 +49,7 @@ def note_fault(private: Path, failure: Failure, found: EvenerError | None = None
         failure: The failure that caused the others.
         found: The error for which the launcher itself has ended the ranks; None if it has not.
     """
+    global _noted
     if failure.kind == "interrupted" and found is None:
         return
     with suppress(OSError, ValueError):
@@ -55,7 +57,7 @@ def note_fault(private: Path, failure: Failure, found: EvenerError | None = None
         run_dir = Path(place)
         if run_dir.stat().st_ino != int(inode):
             return
-        _noted[:] = [run_dir]
+        _noted = run_dir
         record = fault_record(found or failure.to_error())
         died = found is None and failure.kind in _DIED
         append_attempt(run_dir, FaultRecord("death", failure.rank, record.words) if died else record)

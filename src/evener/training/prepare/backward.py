@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,40 +28,7 @@ _ROUNDINGS = 8
 Gradients = tuple[Tensor | None, ...]
 
 
-class Taker(Protocol):
-    """Handles the backward passes that belong to a preparation."""
-
-    def concerns(self, roots: Sequence[Tensor], only_losses: bool) -> list[Tensor] | None:
-        """Returns the leaves behind ``roots``, or None if the pass is not the taker's. Stops at prepared losses.
-
-        The pass is the taker's if it meets a prepared loss or, unless ``only_losses``, a prepared parameter.
-        """
-
-    def backward(
-        self,
-        roots: Sequence[Tensor],
-        given: Any,
-        leaves: Sequence[Tensor],
-        create_graph: bool,
-        run: Callable[[float], None],
-    ) -> None:
-        """Lets ``run`` go backward, with a factor for the roots' gradients, which are ``given``."""
-
-    def grad(
-        self,
-        roots: Sequence[Tensor],
-        given: Any,
-        inputs: Sequence[Tensor],
-        create_graph: bool,
-        run: Callable[[float], Gradients],
-    ) -> Gradients:
-        """Does the same for a call that returns gradients."""
-
-    def plain(self, found: Gradients, inputs: Sequence[Tensor]) -> None:
-        """Called with the gradients of a pass that it did not handle."""
-
-
-def replaced(taker: Taker) -> Callable[[], None]:
+def replaced(passes: Passes) -> Callable[[], None]:
     """Replaces both functions. Returns a function that restores them."""
     backward, grad = torch.autograd.backward, torch.autograd.grad
 
@@ -76,12 +43,12 @@ def replaced(taker: Taker) -> Callable[[], None]:
         **kwargs: Any,
     ) -> None:
         roots = several(tensors)
-        leaves = taker.concerns(roots, False)
+        leaves = passes.concerns(roots, False)
         if leaves is None:
             return backward(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
         older = kwargs.pop("grad_variables", None)  # torch's older name of the argument
         given = grad_tensors if grad_tensors is not None else older
-        return taker.backward(
+        return passes.backward(
             roots,
             given,
             leaves,
@@ -108,11 +75,11 @@ def replaced(taker: Taker) -> Callable[[], None]:
             given = grad_outputs if factor == 1 else _begun(roots, grad_outputs, factor)
             return grad(outputs, inputs, given, retain_graph, create_graph, *args, **kwargs)
 
-        if taker.concerns(roots, True) is None:
+        if passes.concerns(roots, True) is None:
             found = run(1)
-            taker.plain(found, several(inputs))
+            passes.plain(found, several(inputs))
             return found
-        return taker.grad(roots, grad_outputs, several(inputs), create_graph, run)
+        return passes.grad(roots, grad_outputs, several(inputs), create_graph, run)
 
     torch.autograd.backward, torch.autograd.grad = backward_of_all, grad_of_all
 
@@ -206,7 +173,11 @@ class Passes:
         self.close = replaced(self)
 
     def concerns(self, roots: Sequence[Any], only_losses: bool) -> list[Tensor] | None:
-        """Implements :meth:`Taker.concerns`."""
+        """Returns the leaves behind ``roots``, or None if the pass does not belong to the preparation. Stops at
+        prepared losses.
+
+        It belongs to it if it meets a prepared loss or, unless ``only_losses``, a prepared parameter.
+        """
         if self._place.is_over or self._place.is_in_pass or self._place.world_size == 1:
             return None
         has_loss, leaves = ends_of(roots, lambda node: getattr(node, "place", None) is self._place)

@@ -188,6 +188,7 @@ def global_mean(value: Tensor | Callable[..., Any], *arguments: Any, **named: An
 
 
 def _count_of(count: float | Tensor | None = None) -> float | Tensor | None:
+    """Binds the arguments that follow a tensor: a count alone, by place or by name."""
     return count
 
 

@@ -222,10 +222,9 @@ class OfRows:
         """Raises LossError on all ranks if they have different numbers of no sample. A collective call."""
         leaves = told.of_no_sample(given)
         numbers = {path: differ for path, differ in told.numbers() if path in leaves}
-        for path in (path for path, differ in numbers.items() if differ):
-            raise LossError(
-                _OTHER_VALUES.format(name=name_of(self.function), place=_words_of(path), where="")
-            )
+        if other := [path for path, differ in numbers.items() if differ]:
+            name, place = name_of(self.function), _words_of(other[0])
+            raise LossError(_OTHER_VALUES.format(name=name, place=place, where=""))
         self._compare_later(leaves[path] for path in numbers)
 
     def _compare_later(self, leaves: Iterable[Any]) -> None:

@@ -23,6 +23,7 @@ from evener.core.did_you_mean import did_you_mean
 from evener.core.losses.torch_losses import is_sum, is_torch_loss
 from evener.core.plugins import kind_of
 from evener.core.task.task import Cost
+from evener.distributed.hosts import beside_a_handled_error
 from evener.distributed.loop_watch import loop_watch
 from evener.distributed.session import Session
 from evener.errors import ConfigurationError
@@ -171,23 +172,29 @@ def place_or_none() -> LoopState | None:
     return _CurrentPreparation.place
 
 
-def end() -> None:
-    """Ends the preparation of this process, if there is one, and releases everything."""
+def end(error: BaseException | None = None) -> None:
+    """Ends the preparation of this process, if there is one, and releases everything.
+
+    Args:
+        error: The error by which it ends, if it does.
+    """
     opened, _CurrentPreparation.opened, _CurrentPreparation.place = _CurrentPreparation.opened, None, None
     if opened is not None:
-        opened.__exit__(*sys.exc_info())
+        opened.__exit__(
+            None if error is None else type(error), error, None if error is None else error.__traceback__
+        )
 
 
 @atexit.register
 def _end_at_exit() -> None:
-    """What is closed sees the error with which the script has ended."""
+    """Raises the error with which the script has ended once more, if there is one, for what asks whether one is on its
+    way."""
     try:
         if error := getattr(sys, "last_value", None):
             raise error
-    except BaseException:
         end()
-    else:
-        end()
+    except BaseException as error:
+        end(error)
 
 
 def _as_given(thing: Any) -> Any:
@@ -275,8 +282,8 @@ def _place_of(models: list[nn.Module], objects: Sequence[Any], settings: dict[st
         return _begin(models, objects, config if settings else _CurrentPreparation.given)
     try:
         place.add(models, LearnerOfLoop(objects, _CurrentPreparation.config, place.world_size))
-    except BaseException:
-        end()
+    except BaseException as error:
+        end(error)
         raise
     return place
 
@@ -294,7 +301,8 @@ def _handed_on(objects: Sequence[Any]) -> tuple[Tensor, list[tuple[torch.optim.O
 
 def _begin(models: list[nn.Module], objects: Sequence[Any], given: RunConfig) -> LoopState:
     start, states = _handed_on(objects)
-    end()
+    with beside_a_handled_error():  # as in the except block of a loop that the next one replaces
+        end()
     for optimizer, state in states:
         optimizer.load_state_dict(state)
     watch = loop_watch()
