@@ -66,6 +66,18 @@ def test_a_run_that_goes_on_leaves_out_what_came_after_its_checkpoint(tmp_path: 
     assert len(rows(path)) == 2 * (len(SEEN) + 1)
 
 
+def test_a_table_holds_an_evaluation_once_though_the_run_that_goes_on_repeats_it(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.csv"
+    followed(CsvFile(path))
+    found, again = rows(path), CsvFile(path)
+    again.start(RunStart("task", {}, 2, 8, total_steps=40, steps_done=1))
+    again.evaluation(EvaluationRecord(1, 0, {"accuracy": 0.5}, samples=9, seconds=0.1))
+    assert rows(path) == found
+    again.evaluation(EvaluationRecord(2, 0, {"accuracy": 0.75}, samples=9, seconds=0.1))
+    again.end(None)
+    assert rows(path) == [*found, (2, found[-1][1], 0.75)]
+
+
 def test_a_table_of_a_killed_run_has_all_that_was_told_and_no_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "numbers.csv"
     killed = CsvFile(path)

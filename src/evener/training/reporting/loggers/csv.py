@@ -28,12 +28,16 @@ class CsvFile(Observer):
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._file: BinaryIO | None = None
+        self._known = frozenset[tuple[int, str]]()
 
     def start(self, run: RunStart) -> None:
         with storage_errors(f"the numbers cannot be written to {self._path}"):
             kept = _until(self._path, run.steps_done) if run.steps_done and self._path.is_file() else []
             with replacing(self._path, follow=True) as file:
                 file.write(_text([["steps", "name", "value"], *kept]))
+            # A run that begins where the one before had evaluated may evaluate there again.
+            last = ((int(steps), name) for steps, name, _ in kept)
+            self._known = frozenset(row for row in last if row[0] == run.steps_done)
             self._file = self._path.open("ab", buffering=0)  # what is written stays if the run is killed
 
     def step(self, record: StepRecord) -> None:
@@ -50,7 +54,8 @@ class CsvFile(Observer):
 
     def _write(self, steps: int, values: dict[str, float]) -> None:
         assert self._file is not None, "the run has not begun"
-        rows = memoryview(_text([steps, name, repr(value)] for name, value in values.items()))
+        new = {name: value for name, value in values.items() if (steps, name) not in self._known}
+        rows = memoryview(_text([steps, name, repr(value)] for name, value in new.items()))
         with storage_errors(f"the numbers cannot be written to {self._path}"):
             while rows:
                 rows = rows[self._file.write(rows) :]
