@@ -85,6 +85,7 @@ def test_ways_that_do_not_go_with_the_settings_are_passed_over(tmp_path: Path) -
         ({"memory_limit": "1GB"}, "memory limits"),
         ({"batch_size": 65}, "none with more than 64"),
         ({"micro_batch": 8}, "micro_batch=None, and this is micro_batch=8"),
+        ({"cuda_graphs": "auto"}, "cuda_graphs=off, and this is cuda_graphs=auto"),
         ({"precision": "bf16"}, "precision=None, and this is precision=bf16"),
     ],
 )

@@ -22,17 +22,9 @@ from evener.tools.plan.costs import StepCosts
 FORMAT = "evener-calibration-1"
 _COUNTED = (
     *("device", "micro_batch", "recompute", "dtype", "precision", "precision_of", "workers", "batch_norm"),
-    *("compile", "compile_mode", "compile_backend", "allreduce", "compress", "bucket_mb", "clip_norm"),
-    *(
-        "offload",
-        "optimizer_state",
-        "fused_optimizer",
-        "update_in_backward",
-        "exact",
-        "grain",
-        "block",
-        "audit",
-    ),
+    *("compile", "compile_mode", "compile_backend", "cuda_graphs", "allreduce", "compress", "bucket_mb"),
+    *("lean", "clip_norm", "offload", "optimizer_state", "fused_optimizer", "update_in_backward"),
+    *("exact", "grain", "block", "audit"),
 )
 
 
