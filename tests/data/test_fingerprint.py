@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import subprocess
@@ -37,6 +38,14 @@ def test_a_digest_sees_type_shape_and_what_is_no_tensor() -> None:
     items = [ones, ones.double(), ones.view(2, 2), (ones, 1), (ones, "1"), (ones, None), torch.zeros(0), []]
     assert len({digest_of(item) for item in items}) == len(items)
     assert digest_of({"a": ones, "b": np.arange(3)}) == digest_of({"a": ones.clone(), "b": np.arange(3)})
+
+
+def test_the_digest_of_an_array_is_that_of_its_numbers_and_not_of_how_numpy_pickles_it() -> None:
+    array = np.arange(6, dtype="<i8").reshape(2, 3)
+    written = b"<i8 (2, 3)" + b"".join(number.to_bytes(8, "little") for number in range(6))
+    assert digest_of(array) == digest_of(np.asfortranarray(array)) == hashlib.sha256(written).hexdigest()
+    assert len({digest_of(item) for item in (array, array.T, np.int64(1), np.array([1]))}) == 4
+    assert digest_of(np.array(["a", None], dtype=object)) != digest_of(np.array(["b", None], dtype=object))
 
 
 def test_a_set_has_the_digest_of_its_items_in_any_order() -> None:

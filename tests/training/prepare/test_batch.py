@@ -128,6 +128,12 @@ def drawn_apart() -> None:
         pass
 
 
+def drawn_apart_beside_a_function() -> None:
+    torch.manual_seed(evener.rank())
+    with evener.batch(torch.rand(6), lambda: None):
+        pass
+
+
 def drawn_apart_by_a_function() -> None:
     own = torch.Generator().manual_seed(evener.rank())
     with evener.batch(lambda: torch.rand(6, generator=own)):
@@ -175,6 +181,7 @@ def refusal(loop: Callable[[], None]) -> str:
             drawn_apart,
             "other tensors on rank 1 than on rank 0: each rank drew its own. .* evener.batch\\(get_batch",
         ),
+        (drawn_apart_beside_a_function, "other tensors on rank 1 than on rank 0"),
         (drawn_apart_by_a_function, "other tensors on rank 1 than on rank 0"),
         (
             a_graph,

@@ -7,7 +7,7 @@ that all ranks have in common. Tensors that each rank drew by itself are detecte
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from evener.core.config.run_config import RunConfig
 from evener.data.batch import Batch, MicroBatch, leaves_of, map_leaves, move
 from evener.data.division import own_slice
-from evener.data.fingerprint import digest_of
+from evener.data.fingerprint import digest_if_any
 from evener.errors import ConfigurationError, DataError
 from evener.training.prepare.batch_tensors import marked
 from evener.training.prepare.current_batch import CurrentBatch
@@ -53,7 +53,7 @@ class Batches:
         """Context that yields this rank's part of ``made``, on its device. A collective call at both ends."""
         place = self._place
         size = _samples_in(made, dim)
-        mark = float(zlib.crc32(digest_of((made, dim)).encode())) if place.world_size > 1 else 0.0
+        mark = _checksum([*leaves_of(made), dim]) if place.world_size > 1 else 0.0
         rows = place.exchange("a batch", mark, float(size))
         other = [rank for rank, row in enumerate(rows) if row != rows[0]]
         if other:
@@ -99,7 +99,12 @@ def _mark_of(made: Any) -> float:
         str(leaf.shape) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
         for leaf in leaves_of(made)
     ]
-    return float(zlib.crc32(digest_of(parts).encode()))
+    return _checksum(parts)
+
+
+def _checksum(parts: Iterable[Any]) -> float:
+    """Returns a number for the parts that have a digest: a tensor has one, an environment may have none."""
+    return float(zlib.crc32("".join(map(digest_if_any, parts)).encode()))
 
 
 def _samples_in(made: Any, dim: int) -> int:
