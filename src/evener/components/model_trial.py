@@ -15,7 +15,7 @@ import random
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from evener.components.buffer_snapshot import BufferSnapshot
@@ -117,9 +118,15 @@ def forward_state_kept(model: nn.Module) -> Iterator[None]:
     attributes = attributes_kept(module for module in model.modules() if _is_users(module))
     kept = attributes, buffers_kept(model), _hooks_kept(model), _types_kept(model)
     with ExitStack() as stack:
-        for each in (*kept, _caches_kept()):
+        for each in (*kept, _caches_kept(), apart_from_saving_hooks()):
             stack.enter_context(each)
         yield
+
+
+def apart_from_saving_hooks() -> AbstractContextManager[None]:
+    """Context in which autograd calls none of the hooks for saved tensors that are in force outside, which take those
+    of a trial for those of the pass that it precedes: ``torch.utils.checkpoint`` counts them."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 @contextmanager

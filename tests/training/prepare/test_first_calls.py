@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import evener
@@ -115,6 +116,24 @@ def trained_after_a_transform() -> list[str]:
             torch.func.vmap(made)(torch.stack([x, 2 * x]))
             made(x)
     return of_samples(told)
+
+
+def recomputed_as_a_whole() -> tuple[list[str], bool]:
+    with warnings.catch_warnings(record=True) as told, with_settings():
+        warnings.simplefilter("always")
+        torch.manual_seed(1)
+        made, loader = prepared_with_rows(Centred())
+        (x,) = next(iter(loader))
+        x.requires_grad_()
+        (found,) = torch.autograd.grad(checkpoint(made, x, use_reentrant=False)[:1].sum(), x)
+        (expected,) = torch.autograd.grad(made(x)[:1].sum(), x)
+        return of_samples(told), torch.equal(found, expected)
+
+
+def test_a_trial_is_no_part_of_a_pass_that_is_recomputed(ranks: Ranks) -> None:
+    (first, *are_same), (second, *same_elsewhere) = ranks(2).run(recomputed_as_a_whole)
+    check_told(first, second)
+    assert all(are_same + same_elsewhere)
 
 
 def test_a_model_is_tried_in_its_first_call_outside_of_transforms(ranks: Ranks) -> None:

@@ -19,9 +19,9 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, UntypedStorage, fx, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from evener.components.compile_check.eager_graph import recomputed
+from evener.components.model_trial import apart_from_saving_hooks
 from evener.data.batch import map_leaves
 from evener.hardware import accelerators
 from evener.hardware.timers import waiting
@@ -216,7 +216,7 @@ def _leaving_nothing(device: torch.device) -> Iterator[None]:
     try:
         scope = current()
         uncounted = nullcontext() if scope is None else scope.tried()
-        with waiting(), uncounted, saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        with waiting(), uncounted, apart_from_saving_hooks():
             yield
     finally:
         torch.set_autocast_cache_enabled(caches)
