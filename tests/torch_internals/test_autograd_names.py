@@ -21,6 +21,14 @@ def test_hooks_on_accumulated_gradients_are_known() -> None:
         assert names.has_accumulation_hooks(weight)
 
 
+def test_code_that_backward_calls_is_known() -> None:
+    with borrowed("autograd") as names:
+        seen, weight = [], torch.ones(2, requires_grad=True)
+        weight.register_hook(lambda _: seen.append(names.is_within_backward()))
+        weight.sum().backward()
+        assert (seen, names.is_within_backward()) == ([True], False)
+
+
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap, torch.func.jacrev])
 def test_transforms_of_functions_are_known(transform: Any) -> None:
     with borrowed("autograd") as names:

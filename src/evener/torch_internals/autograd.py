@@ -20,6 +20,8 @@
   own ``backward`` is silently lost. ``apply`` cannot be patched: modules bind it to names (``relu = MyReLU.apply``),
   and from torch 2.15 on it goes directly to C++. There it looks up the class's ``forward``, and its ``setup_context``
   if that is not the one of ``_SingleLevelFunction``. Outputs of ``forward`` that are no tensors are returned unchanged.
+- ``torch._C._current_graph_task_id`` is the number of the backward pass that runs on this thread, as
+  ``torch.utils.checkpoint`` asks for it, and -1 outside of one. There is no public way.
 - ``torch._C._functorch.peek_interpreter_stack`` tells whether a transform of ``torch.func`` is under way, in which
   tensors have no memory of their own and new ones are wrapped too. There is no public way.
 - ``torch._C._set_grad_enabled`` is what ``torch.no_grad`` and ``torch.enable_grad`` call. ``apply`` of an
@@ -187,6 +189,11 @@ def _run(
 
 def _several(tensors: Any) -> tuple[Any, ...]:
     return (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
+
+
+def is_within_backward() -> bool:
+    """Returns True if a backward pass calls this code, as it does with what it computes again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def is_within_transform() -> bool:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 import evener
 from evener.training.prepare.gradient_part import _made
@@ -292,6 +293,16 @@ def in_channels_last(is_prepared: bool) -> Weights:
     return found_of(loop)
 
 
+def computed_again(is_prepared: bool) -> Weights:
+    """The whole model, in backward."""
+    loop = loop_of(is_prepared)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        loop.loss(checkpoint(loop.model, x, use_reentrant=False), y).backward()
+        loop.optimizer.step()
+    return found_of(loop)
+
+
 def check(found: Weights, expected: Weights) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -310,9 +321,10 @@ def test_it_is_the_loop_of_one_device(ranks: Any, loop: str, way: str) -> None:
         check(found, expected)
 
 
-def test_weights_may_be_in_channels_last(ranks: Any) -> None:
-    expected = in_channels_last(False)
-    for found in ranks(2).run(prepared, in_channels_last, **ZERO3):
+@pytest.mark.parametrize("loop", [in_channels_last, computed_again])
+def test_it_is_so_for_weights_in_parts(ranks: Any, loop: Callable[[bool], Weights]) -> None:
+    expected = loop(False)
+    for found in ranks(2).run(prepared, loop, **ZERO3):
         check(found, expected)
 
 

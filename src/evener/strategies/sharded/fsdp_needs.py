@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from evener.data.batch import map_leaves, named_leaves
 from evener.errors import TaskError
-from evener.torch_internals.autograd import is_view
+from evener.torch_internals.autograd import is_view, is_within_backward
 
 
 def check_layers(model: nn.Module) -> None:
@@ -84,9 +84,18 @@ def _is_traced_view(leaf: Any) -> bool:
 def around_passes(
     model: nn.Module, begin: Callable[..., None], end: Callable[..., None]
 ) -> tuple[RemovableHandle, ...]:
-    """Has ``begin`` and ``end`` called around forward passes of the whole model. Passes under ``torch.inference_mode``
-    run as under ``torch.no_grad``: memory that FSDP2 makes for weights in that mode serves no other pass."""
+    """Has ``begin`` and ``end`` called around forward passes of the whole model, but not around those that backward
+    computes again. Passes under ``torch.inference_mode`` run as under ``torch.no_grad``: memory that FSDP2 makes for
+    weights in that mode serves no other pass."""
     undo = ExitStack()
+
+    def first(*given: Any) -> None:
+        if not is_within_backward():
+            begin(*given)
+
+    def last(*given: Any) -> None:
+        if not is_within_backward():
+            end(*given)
 
     def leave_inference(*_: Any) -> None:
         if torch.is_inference_mode_enabled():
@@ -97,9 +106,9 @@ def around_passes(
         undo.close()
 
     return (
-        model.register_forward_pre_hook(begin, prepend=True),
+        model.register_forward_pre_hook(first, prepend=True),
         model.register_forward_pre_hook(leave_inference, prepend=True),
-        model.register_forward_hook(end),
+        model.register_forward_hook(last),
         model.register_forward_hook(restore, always_call=True),
     )
 
