@@ -54,6 +54,13 @@ def a_layer_by_itself(_: bool) -> None:
         loop.model[0](x)
 
 
+def a_penalty_on_gradients(_: bool) -> None:
+    loop = loop_of(True)
+    for x, _y in loop.loader:
+        x.requires_grad_()
+        torch.autograd.grad(loop.model(x).sum(), x, create_graph=True)
+
+
 def a_late_layer(_: bool) -> None:
     loop = loop_of(True)
     loop.model.add_module("more", nn.Linear(3, 3).double())
@@ -184,6 +191,7 @@ REFUSED = (
     (a_layer_by_itself, TENSOR, "0 was called by the loop itself, and is divided"),
     (a_layer_by_itself, ZERO3, "0 was called by the loop itself, and is divided"),
     (a_late_layer, ZERO3, "a later layer cannot be divided"),
+    (a_penalty_on_gradients, ZERO3, "a graph of its own .* use zero=1 or strategy 'ddp'"),
     *(
         (loop, settings, "a later call of evener.prepare with another model has ended that")
         for loop in (an_earlier_model, an_earlier_state, an_earlier_optimizer)

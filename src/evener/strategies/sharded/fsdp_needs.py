@@ -81,12 +81,21 @@ def _is_traced_view(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad and is_view(leaf)
 
 
+def _refuse_graph(_: Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise TaskError(
+            "a gradient with a graph of its own (create_graph=True), as for a penalty on gradients, goes through "
+            "weights that PyTorch's FSDP2 frees after backward: use zero=1 or strategy 'ddp'"
+        )
+
+
 def around_passes(
     model: nn.Module, begin: Callable[..., None], end: Callable[..., None]
 ) -> tuple[RemovableHandle, ...]:
     """Has ``begin`` and ``end`` called around forward passes of the whole model, but not around those that backward
     computes again. Passes under ``torch.inference_mode`` run as under ``torch.no_grad``: memory that FSDP2 makes for
-    weights in that mode serves no other pass."""
+    weights in that mode serves no other pass. Gradients of which a graph is wanted are refused: it would need the
+    weights that FSDP2 frees after backward."""
     undo = ExitStack()
 
     def first(*given: Any) -> None:
@@ -96,6 +105,9 @@ def around_passes(
     def last(*given: Any) -> None:
         if not is_within_backward():
             end(*given)
+            for _, leaf in named_leaves(given[-1], ""):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
 
     def leave_inference(*_: Any) -> None:
         if torch.is_inference_mode_enabled():
