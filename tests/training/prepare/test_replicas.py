@@ -63,9 +63,23 @@ def an_update_by_hand_in_a_hook(_: bool) -> None:
     steps(loop)
 
 
+def a_weight_of_the_next_model_written_on_one_rank(_: bool) -> None:
+    """As in the second fold of a cross-validation, which adds its model to the first one's preparation."""
+    for fold in range(2):
+        loop = Loop(True)
+        steps(loop, 1)
+        if fold and evener.is_main():
+            loop.model[2].bias.data[1] += 1e-9
+        steps(loop, 2)
+
+
 @pytest.mark.parametrize(
     ("loop", "words"),
     [
+        (
+            a_weight_of_the_next_model_written_on_one_rank,
+            r"after 5 updates 1.2.bias is not on rank 1 .* after 3\.",
+        ),
         (
             a_weight_written_on_one_rank,
             r"after \d+ updates 2.bias is not on rank 1 what it is on rank 0.*last seen equal after 1\.",

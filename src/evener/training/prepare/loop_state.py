@@ -84,8 +84,7 @@ class LoopState:
         self.later = LateChecks(session, lambda: self.steps)
         self.mean = MeanOfRanks(learner, models, self.exchange, self.later)
         random.exchange = lambda *numbers: self.exchange("seeding anew", *numbers)
-        self.steps, self.printed = 0, PrintedTexts()
-        self.replicas = LoopReplicas()
+        self.steps, self.printed, self.replicas = 0, PrintedTexts(), LoopReplicas()
         self.is_over, self.function = False, ""  # the name of the loss that is computing, if one is
         self.is_in_pass = False
         """True while ``backward()`` is running."""
@@ -328,6 +327,7 @@ class LoopState:
         self._models = held_by(self.learner, len(models))
         self._held = self._layers(self._models)
         self.mean.renew(self.learner, self._models)
+        self.replicas = LoopReplicas(self.steps)
         self._watch_models()
 
     # Passes and updates

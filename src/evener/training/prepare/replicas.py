@@ -19,12 +19,16 @@ Checksums = tuple[float, float, float]
 
 
 class LoopReplicas:
-    """The replica check of one preparation."""
+    """The replica check of the models as they are now.
 
-    def __init__(self) -> None:
+    Args:
+        steps: The number of updates before them.
+    """
+
+    def __init__(self, steps: int = 0) -> None:
         self._batches, self._next, self._last = 0, 1, 0
-        self._last_steps = 0
-        """Number of updates before the last comparison."""
+        self._first_steps = self._last_steps = steps
+        """Numbers of updates before the models, and before the last comparison."""
         self._last_time = time.perf_counter()
         self._own: dict[str, float] = {}
 
@@ -34,7 +38,7 @@ class LoopReplicas:
         Returns zeros if it is not time for a check. ``steps`` is the number of updates so far.
         """
         self._batches += 1
-        is_due = self._batches >= self._next or (steps > 0 and not self._last_steps)
+        is_due = self._batches >= self._next or steps > self._first_steps == self._last_steps
         if not is_due or not _are_alike(learner.session):
             return 0.0, 0.0, 0.0
         began = time.perf_counter()
