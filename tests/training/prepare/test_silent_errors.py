@@ -229,6 +229,22 @@ def weighing_by_uncertainty(is_prepared: bool) -> Weights:
     return loop.weights() | {"deviation": deviation.detach()}
 
 
+def scaling_of_no_model(is_prepared: bool) -> Weights:
+    """A parameter before the model, whose gradient is of each rank's samples: prepared in a list."""
+    loop = Loop(is_prepared)
+    scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    own = torch.optim.SGD([scale], lr=0.1)
+    if is_prepared:
+        evener.prepare(nn.ParameterList([scale]), own)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        own.zero_grad()
+        loop.backward(x * scale, y)
+        loop.optimizer.step()
+        own.step()
+    return loop.weights() | {"scale": scale.detach()}
+
+
 # Data
 
 
@@ -298,7 +314,8 @@ LOOPS = (
         scaled_by_hand,
         with_clamping_hooks,
     ),
-    *(with_clamped_activations, stepping_in_backward, against_an_adversary, weighing_by_uncertainty),
+    *(with_clamped_activations, stepping_in_backward, against_an_adversary),
+    *(weighing_by_uncertainty, scaling_of_no_model),
     *(seeded_in_the_loop, seeded_twice, one_batch_at_a_time, passes_of_common_noise),
 )
 

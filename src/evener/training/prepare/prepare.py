@@ -356,7 +356,8 @@ def _check_optimizers(
     if strangers:
         raise ConfigurationError(
             f"an optimizer has {len(strangers)} parameters, the first of shape {tuple(strangers[0].shape)}, of no "
-            "model that was given: give evener.prepare the model before, or in the same call"
+            "model that was given: give evener.prepare the model before, or in the same call; make a tensor that is in "
+            "none, such as a temperature, an nn.Parameter, and give evener.prepare nn.ParameterList([parameter]) too"
         )
     now = place.models[
         len(place.models) - len(models) :
