@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
 
+import evener
 from evener.training.prepare.rng import CommonRandom
 from tests.ids import placeless
 from tests.tiers import ALWAYS, NIGHTLY, spread
-from tests.training.prepare.running import Loop, Weights, prepared
+from tests.training.prepare.running import Loop, Weights, model_of, prepared, rows, sgd
 
 imported_before = torch.manual_seed
 SOME = torch.Generator().manual_seed(77).get_state()
@@ -81,6 +84,30 @@ def folds(is_prepared: bool) -> Weights:
 def test_each_fold_of_a_seed_has_its_order(ranks: Any) -> None:
     expected = folds(False)
     for found in ranks(2).run(prepared, folds):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
+def folds_that_draw_on(_: bool) -> Weights:
+    """Each model is drawn after the one before it has trained, and nothing is seeded again."""
+    torch.manual_seed(4)
+    found: Weights = {}
+    for fold in range(3):
+        model = model_of()
+        parts = model, sgd(model), DataLoader(rows(), batch_size=6, shuffle=True), F.cross_entropy
+        model, optimizer, loader, loss = evener.prepare(*parts)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+        found |= {f"{fold}.{name}": value.clone() for name, value in model.state_dict().items()}
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "sharded"])
+def test_the_next_fold_is_that_of_one_rank(ranks: Any, strategy: str) -> None:
+    expected = prepared(folds_that_draw_on)
+    for found in ranks(2).run(prepared, folds_that_draw_on, strategy=strategy):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
 

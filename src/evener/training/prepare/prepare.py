@@ -279,7 +279,10 @@ def _place_of(models: list[nn.Module], objects: Sequence[Any], settings: dict[st
         return _begin(models, objects, config)
     # Nothing can be divided with a divided model, so this is the next fold, or the next trial.
     if place.division.divides_model:
-        return _begin(models, objects, config if settings else _CurrentPreparation.given)
+        go_on = place.random.paused()
+        place = _begin(models, objects, config if settings else _CurrentPreparation.given)
+        go_on(place.random)
+        return place
     try:
         place.add(models, LearnerOfLoop(objects, _CurrentPreparation.config, place.world_size))
     except BaseException as error:

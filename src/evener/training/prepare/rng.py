@@ -163,6 +163,16 @@ class CommonRandom:
         """Returns the current state."""
         return self.state
 
+    def paused(self) -> Callable[[CommonRandom], None]:
+        """Returns a function that lets those of a later preparation go on from here, as if there had been one alone."""
+        state, own, seeding = self.state, self._default.get_state(), self._watched.seeding
+
+        def go_on(later: CommonRandom) -> None:
+            later.state, later._known, later._watched.seeding = state, self._known, seeding
+            later._default.set_state(own)
+
+        return go_on
+
     def load_state(self, state: Tensor) -> None:
         """Continues from a state that :meth:`held` returned."""
         self.state = state
