@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import torch
+
 from evener.distributed.session import Session
 from evener.errors import DivergenceError
 from evener.strategies.learner import Learner
@@ -52,7 +54,10 @@ class LoopReplicas:
         """Returns this rank's checksum for :meth:`compare`. Returns 0 if there is nothing to compare."""
         if not _are_alike(learner.session):
             return 0.0
-        self._own = _held(learner)
+        with torch.inference_mode(
+            False
+        ):  # under which an evaluation reads its batches; DTensors cannot be read in it
+            self._own = _held(learner)
         return together(self._own)
 
     def compare(self, checksums: Sequence[float], session: Session, steps: int) -> None:
