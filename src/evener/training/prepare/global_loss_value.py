@@ -84,7 +84,8 @@ class GlobalLossValue(Tensor):
         elif name in ("item", "__float__"):
             whole.look_at_line(inspect.currentframe())
         made = func(*_plain(args), **_plain(kwargs or {}))
-        stays = name in _STAYS and isinstance(made, Tensor) and not made.dim()
+        # A sum with a number of divided weights is a DTensor, which backward() refuses.
+        stays = name in _STAYS and type(made) is Tensor and not made.dim()
         return whole_of(made, whole.confused, whole.is_sum) if stays else made
 
     def look_at(self, name: str, others: list[Any], frame: FrameType | None) -> None:
