@@ -61,6 +61,12 @@ def a_penalty_on_gradients(_: bool) -> None:
         torch.autograd.grad(loop.model(x).sum(), x, create_graph=True)
 
 
+def a_penalty_on_weights(_: bool) -> None:
+    loop = loop_of(True)
+    for x, y in loop.loader:
+        (loop.loss(loop.model(x), y) + 0.1 * sum(p.pow(2).sum() for p in loop.model.parameters())).backward()
+
+
 def a_late_layer(_: bool) -> None:
     loop = loop_of(True)
     loop.model.add_module("more", nn.Linear(3, 3).double())
@@ -191,7 +197,12 @@ REFUSED = (
     (a_layer_by_itself, TENSOR, "0 was called by the loop itself, and is divided"),
     (a_layer_by_itself, ZERO3, "0 was called by the loop itself, and is divided"),
     (a_late_layer, ZERO3, "a later layer cannot be divided"),
-    (a_penalty_on_gradients, ZERO3, "a graph of its own .* use zero=1 or strategy 'ddp'"),
+    (
+        a_penalty_on_gradients,
+        ZERO3,
+        "a graph of its own .* one unit .* or use zero=1 or strategy",
+    ),
+    (a_penalty_on_weights, ZERO3, "computed from divided weights, .*let the optimizer decay weights"),
     *(
         (loop, settings, "a later call of evener.prepare with another model has ended that")
         for loop in (an_earlier_model, an_earlier_state, an_earlier_optimizer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -508,29 +507,3 @@ def test_a_copy_of_a_divided_model_is_whole_where_it_is_saved(ranks: Any) -> Non
     expected = averaged(False)
     for found in ranks(2).run(prepared, averaged, **TENSOR):
         check(found, expected)
-
-
-def penalized_by_gradients(_: bool) -> None:
-    loop = loop_of(True)
-    for x, _y in loop.loader:
-        outputs = loop.model(x.requires_grad_(True))
-        (found,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
-        evener.global_mean((found.norm(dim=1) - 1) ** 2).backward()
-
-
-def penalized_by_weights(_: bool) -> None:
-    loop = loop_of(True)
-    for x, y in loop.loader:
-        (loop.loss(loop.model(x), y) + 0.1 * sum(p.pow(2).sum() for p in loop.model.parameters())).backward()
-
-
-@pytest.mark.parametrize(
-    ("loop", "words"),
-    [
-        (penalized_by_gradients, "take them in the forward, .* or use zero=1 or strategy 'ddp'"),
-        (penalized_by_weights, "computed from divided weights, .*let the optimizer decay weights"),
-    ],
-)
-def test_what_needs_whole_weights_is_refused(ranks: Any, loop: Callable[[bool], None], words: str) -> None:
-    for message in ranks(2).run(test_prepare.said, loop, **ZERO3):
-        assert re.search(words, message), message

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from evener.data.batch import map_leaves, named_leaves
 from evener.errors import TaskError
+from evener.strategies.sharded.units import is_unit
 from evener.torch_internals.autograd import is_view, is_within_backward
 
 
@@ -81,11 +82,20 @@ def _is_traced_view(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad and is_view(leaf)
 
 
+def _refuse_graphs(_: nn.Module, __: Any, output: Any) -> None:
+    """Refuses gradients that go backward through a unit and of which a graph is wanted. Their own gradients would need
+    the weights that FSDP2 frees after backward."""
+    for _, leaf in named_leaves(output, ""):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
+
+
 def _refuse_graph(_: Tensor) -> None:
     if torch.is_grad_enabled():
         raise TaskError(
             "a gradient with a graph of its own (create_graph=True), as for a penalty on gradients, goes through "
-            "weights that PyTorch's FSDP2 frees after backward: use zero=1 or strategy 'ddp'"
+            "weights of a unit, which PyTorch's FSDP2 frees after it. Make the model one unit (an empty 'wrap'), take "
+            "the gradient in its forward, and return it or its penalty as an output; or use zero=1 or strategy 'ddp'"
         )
 
 
@@ -94,8 +104,7 @@ def around_passes(
 ) -> tuple[RemovableHandle, ...]:
     """Has ``begin`` and ``end`` called around forward passes of the whole model, but not around those that backward
     computes again. Passes under ``torch.inference_mode`` run as under ``torch.no_grad``: memory that FSDP2 makes for
-    weights in that mode serves no other pass. Gradients of which a graph is wanted are refused: it would need the
-    weights that FSDP2 frees after backward."""
+    weights in that mode serves no other pass. Gradients that have graphs of their own are refused."""
     undo = ExitStack()
 
     def first(*given: Any) -> None:
@@ -105,9 +114,6 @@ def around_passes(
     def last(*given: Any) -> None:
         if not is_within_backward():
             end(*given)
-            for _, leaf in named_leaves(given[-1], ""):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
 
     def leave_inference(*_: Any) -> None:
         if torch.is_inference_mode_enabled():
@@ -122,6 +128,7 @@ def around_passes(
         model.register_forward_pre_hook(leave_inference, prepend=True),
         model.register_forward_hook(last),
         model.register_forward_hook(restore, always_call=True),
+        *(unit.register_forward_hook(_refuse_graphs) for unit in model.modules() if is_unit(unit)),
     )
 
 
