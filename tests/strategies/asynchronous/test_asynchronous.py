@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task
@@ -29,7 +30,16 @@ from evener.tools.verify import verify
 from evener.training.engine import Engine
 from evener.training.fit import fit
 from tests.comparing import worst
-from tests.strategies.local_steps.test_local_steps import IGNORED, SAMPLES, Words, adam, decaying, task, total
+from tests.strategies.local_steps.test_local_steps import (
+    IGNORED,
+    SAMPLES,
+    Words,
+    adam,
+    decaying,
+    samples,
+    task,
+    total,
+)
 from tests.tiers import ALWAYS, NIGHTLY, spread
 
 ROUNDING = 1e-9
@@ -170,6 +180,62 @@ def test_a_repetition_of_the_merges_has_the_same_bits(ranks: Any, size: int) -> 
         orders.add(tuple(found[2]))
     assert oldest > 0
     assert len(orders) == 5
+
+
+class Counting(Words):
+    """A network with buffers of its own, which its passes write and compute with."""
+
+    def __init__(self) -> None:
+        super().__init__(normalized=False)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, words: Tensor) -> Tensor:
+        if self.training:
+            self.seen += words.mean()
+            self.passes += 1
+        return super().forward(words) * (1 + self.seen + 0.01 * self.passes)
+
+
+class Noisy(Dataset[Any]):
+    """Samples that a reading changes, by torch's generator."""
+
+    def __init__(self) -> None:
+        self._samples = samples()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = self._samples[index]
+        return inputs + torch.rand(()), targets
+
+
+@pytest.mark.parametrize(
+    "changed", [{"model": Counting}, {"train": Noisy()}], ids=["buffers", "augmentation"]
+)
+def test_a_range_depends_on_no_range_that_its_rank_computed_before(
+    ranks: Any, changed: dict[str, Any]
+) -> None:
+    build, settings = (
+        partial(task, adam, **changed),
+        {"strategy": Asynchronous(sync_every=4), "micro_batch": 4},
+    )
+    found = on(ranks, 2, build, **settings)
+    assert worst(found[0], repeated(found, 2, build, **settings)[0]) == 0
+
+
+def test_the_first_ranges_of_sections_draw_other_random_numbers() -> None:
+    drawn: list[float] = []
+
+    class Watched(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            drawn.append(float(torch.rand(())))
+            return super().__getitem__(index)
+
+    trained(partial(task, adam, train=Watched()), {"strategy": Asynchronous(sync_every=2), "epochs": 1})
+    drawn = drawn[-SAMPLES:]  # without those of the trial before the first step
+    assert len(set(drawn)) == SAMPLES
 
 
 def test_another_order_has_other_weights(ranks: Any) -> None:

@@ -31,13 +31,28 @@ class WorkerBuffers:
         of_norms = {place for each in self._moments for place in each.places}
         self._others = [place for place in range(len(held)) if place not in of_norms]
         self._like = torch.empty(0, dtype=WIDE)
+        self._opened: list[Tensor] = []
+        self._written: set[int] = set()
+        """Which of the others the passes of this worker have changed in the section."""
         self._before: list[tuple[Tensor, int]] = []
         self._batches: list[float] = []
 
+    def open(self) -> None:
+        """Begins a section with the buffers that the model has now."""
+        now = self._now()
+        self._opened = [now[place].detach().clone() for place in self._others]
+        self._written.clear()
+
+    @torch.no_grad()
     def begin(self, row: Tensor) -> None:
-        """Takes over the server's buffers (`ServerBuffers.row`), before the passes of a range."""
+        """Takes over the server's buffers (`ServerBuffers.row`), before the passes of a range. What no merge of the
+        section has changed is as the section began, whatever passes of this worker have written to it since."""
         now = self._now()
         read_values(row, self._places(row), now)
+        flags = row[: len(self._others)].tolist()
+        for at, (place, is_given) in enumerate(zip(self._others, flags, strict=True)):
+            if at in self._written and not is_given:
+                now[place].copy_(self._opened[at])
         self._normalized.counts = {}
         self._before = [(now[place], version(now[place])) for place in self._others]
         self._batches = [0.0 if each.count is None else float(now[each.count]) for each in self._moments]
@@ -49,6 +64,7 @@ class WorkerBuffers:
             now[place] is not before or version(now[place]) != writes
             for place, (before, writes) in zip(self._others, self._before, strict=True)
         ]
+        self._written.update(at for at, is_changed in enumerate(changed) if is_changed)
         parts = [self._like.new_tensor(changed)]
         for each, batches in zip(self._moments, self._batches, strict=True):
             counted = self._normalized.counts.get(each.module, (0, 0))

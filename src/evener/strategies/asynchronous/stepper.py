@@ -239,6 +239,7 @@ class AsynchronousSteps(Plain):
         reader, plan, learner = batch.reader, batch.plan, self._learner
         assert reader is not None
         assert plan is not None
+        self._buffers.open()
         reader.begin(plan, self._drawn if reader.ahead else lambda: None)
         pushed: Pushed | None = None
         while True:
@@ -258,11 +259,13 @@ class AsynchronousSteps(Plain):
                 break
             if first is None:
                 reader.lease(reply.lease.number, range(reply.lease.start, reply.lease.stop))
+            # The same random numbers on whichever rank, also for a data set that draws them.
+            torch.manual_seed(seed_of(learner.settings.seed, batch.epoch, batch.position + reply.lease.start))
             began = time.perf_counter()
             with waiting(), named_range("loading a batch"):
                 passes = reader.read()
             self._input_seconds += time.perf_counter() - began
-            pushed = self._compute(reply, weights, passes, batch, step)
+            pushed = self._compute(reply, weights, passes, step)
             learner.work_timer.work_done()
         reader.end()
 
@@ -289,9 +292,7 @@ class AsynchronousSteps(Plain):
             return []
         return [reply.weights, *(self._shards.receive() if self._shards is not None else ())]
 
-    def _compute(
-        self, reply: Reply, weights: list[list[Tensor]], passes: list[Batch], batch: Batch, step: int
-    ) -> Pushed:
+    def _compute(self, reply: Reply, weights: list[list[Tensor]], passes: list[Batch], step: int) -> Pushed:
         """Runs the passes of a range with the weights that came for it. Returns its gradients."""
         learner, lease = self._learner, reply.lease
         assert lease is not None
@@ -299,8 +300,6 @@ class AsynchronousSteps(Plain):
         for layout, flats in zip(self._layouts, weights, strict=True):
             layout.read(flats)
         self._buffers.begin(reply.row)
-        # The same random numbers on whichever rank.
-        torch.manual_seed(seed_of(learner.settings.seed, batch.epoch, batch.position + lease.start))
         counts = [read(self._loss.count((each.on_host or each).micro_batches[0].targets)) for each in passes]
         totals = self._passes([each.micro_batches[0] for each in passes], lambda: self._scale, step)
         learner.synchronizer.complete()
