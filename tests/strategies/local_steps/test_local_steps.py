@@ -225,6 +225,29 @@ def test_other_ranks_go_on_from_a_checkpoint(ranks: Any, way: str) -> None:
     assert all(worst(whole, _named(state, whole)) < 1e-7 for state in states)
 
 
+class Estimating(torch.optim.SGD):
+    """Keeps in its groups an estimate and a count that each step changes, as Prodigy does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0] |= {"estimate": 1.0, "count": 0}
+
+    def step(self, closure: Any = None) -> Any:
+        group = self.param_groups[0]
+        group["estimate"] += sum(float(p.grad.square().sum()) for p in group["params"])
+        group["count"] += 1
+        for parameter in group["params"]:
+            parameter.grad /= group["estimate"] * (1 + 0.1 * group["count"])
+        return super().step(closure)
+
+
+def test_options_that_each_replica_s_steps_change_are_its_own_after_a_checkpoint(ranks: Any) -> None:
+    build, settings = partial(task, Estimating), {"strategy": LocalSgd(sync_every=4), "balance": "3,1"}
+    whole = on(ranks, 2, build, **settings)
+    state = handed_on(ranks, build, [(2, {"epochs": 2} | settings)] * 2, [8, 24])[-1]
+    assert worst(whole, _named(state, whole)) < ROUNDING
+
+
 class Odd(nn.Module):
     """Has tied, frozen and unused weights, and scalars. A rank's rows are not the same part of each weight."""
 

@@ -27,6 +27,10 @@ OptimizerState = dict[Any, Any]
 """State by parameter, as ``optimizer.state`` has it."""
 
 
+_GROUP = "group."
+"""The beginning of the keys under which a replica's options of a group are saved, with the group's first parameter."""
+
+
 @dataclass
 class LocalReplica:
     """One replica. What it has while it is not the current one is None if it is as in the model."""
@@ -85,6 +89,8 @@ class ReplicaSet(StoredReplicas):
         self._scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self._positions = {parameter: place for place, parameter in enumerate(self.parameters)}
         self._to_check = len(self.all) > 1
+        self._own_options: set[str] = set()
+        """The options of its groups that the optimizer's steps change, which each replica has for itself."""
         self._normalized = NormalizedElements(learner.model)
         self._normalized.counts = self.current.normalized
 
@@ -162,7 +168,10 @@ class ReplicaSet(StoredReplicas):
             ConfigurationError: If the optimizer keeps in its groups what each replica must have for itself.
         """
         before = self._options() if self._to_check else []
+        groups = [(group, dict(group)) for group in self._learner.optimizer.param_groups]
         step()
+        for group, old in groups:
+            self._own_options.update(key for key, value in group.items() if value is not old.get(key))
         if self._to_check and self._options() != before:
             raise ConfigurationError(
                 f"{type(self._learner.optimizer).__name__} changes the options of its groups in a step, and this rank "
@@ -202,6 +211,14 @@ class ReplicaSet(StoredReplicas):
         groups = self._learner.optimizer.param_groups
         return [_copied({key: group[key] for key in group if key != "params"}) for group in groups]
 
+    def _groups(self) -> list[tuple[str, dict[str, Any]]]:
+        """Returns the groups of the optimizer, each with the name of its first parameter, which stands for it."""
+        names: Mapping[Any, str] = self._learner.names
+        listed = [
+            (each, group) for group in self._learner.optimizer.param_groups for each in group["params"][:1]
+        ]
+        return [(names[parameter], group) for parameter, group in listed if parameter in names]
+
     def _place(self) -> Any:
         if len(self.all) == 1:
             return None
@@ -226,6 +243,12 @@ class ReplicaSet(StoredReplicas):
             for parameter, entries in own.items():
                 of_name = state.setdefault(names[parameter], {})
                 of_name |= {prefix + key: _as_tensor(value, prefix) for key, value in entries.items()}
+            for name, group in self._groups() if replica.index else ():
+                options = {key: group[key] for key in self._own_options if _is_number(group.get(key))}
+                of_name = state.setdefault(name, {})
+                of_name |= {
+                    f"{prefix}{_GROUP}{key}": _as_tensor(value, prefix) for key, value in options.items()
+                }
             for fragment, sent in zip(self._fragments, replica.sent, strict=True):
                 for parameter in fragment if self._keeps_own else ():
                     of_name = state.setdefault(self._learner.names[parameter], {})
@@ -286,6 +309,17 @@ class ReplicaSet(StoredReplicas):
         def entry(parameter: nn.Parameter, key: str) -> Any:
             return state.get(self._learner.names[parameter], {}).get(f"replica.{source}.{key}")
 
+        prefix = f"replica.{source}.{_GROUP}"
+        for name, group in self._groups() if len(self.all) == 1 else ():
+            saved = {
+                key.removeprefix(prefix): value
+                for key, value in state.get(name, {}).items()
+                if key.startswith(prefix)
+            }
+            for key in saved.keys() & group.keys():
+                like, value = group[key], saved[key]
+                group[key] = torch.full_like(like, value) if isinstance(like, Tensor) else type(like)(value)
+                self._own_options.add(key)
         replica.weights, replica.terms = None, 0.0
         replica.sent = [0.0] * len(self._fragments)
         if not self._keeps_own:
@@ -313,6 +347,10 @@ def _as_tensor(value: Any, prefix: str) -> Any:
     return local(value) if isinstance(value, Tensor) else value
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
 def _is_of_replica(key: str) -> bool:
     parts = key.split(".")
     return parts[0] == "replica" and len(parts) > 2 and parts[1].isdecimal()
@@ -324,7 +362,11 @@ def _entries_of(state: Mapping[str, Mapping[str, Any]], replica: int) -> dict[st
     for name, entries in state.items():
         plain = {key: value for key, value in entries.items() if not key.startswith(OF_REPLICAS)}
         own = {key.removeprefix(prefix): value for key, value in entries.items() if key.startswith(prefix)}
-        own = {key: value for key, value in own.items() if key not in ("weights", "terms")}
+        own = {
+            key: value
+            for key, value in own.items()
+            if key not in ("weights", "terms") and not key.startswith(_GROUP)
+        }
         for key, value in own.items():
             if isinstance(plain.get(key), int | float) and isinstance(value, Tensor):
                 own[key] = type(plain[key])(value.item())
