@@ -108,12 +108,17 @@ def test_deaths_leave_the_bits_of_a_run_on_one_rank(
 
 
 @pytest.mark.parametrize(
-    ("task", "place", "why"),
+    ("task", "place", "why", "deaths"),
     spread(
         [
-            ("joint", "joint update", "no rank that stayed was between two updates: all have to start again"),
-            ("one_module", "forward", "Task.model returned a module that this process has trained before"),
-            ("dies_twice", "forward", r"rank 1 \(pid \d+\) was killed by SIGKILL"),
+            (
+                "joint",
+                "joint update",
+                "no rank that stayed was between two updates: all have to start again",
+                1,
+            ),
+            ("one_module", "forward", "Task.model returned a module that this process has trained before", 1),
+            ("dies_twice", "forward", r"rank 1 \(pid \d+\) was killed by SIGKILL", 2),
         ],
         SLOW,
         NIGHTLY,
@@ -127,13 +132,17 @@ def test_where_memory_does_not_do_all_start_again_from_the_file(
     task: str,
     place: str,
     why: str,
+    deaths: int,
 ) -> None:
+    """Each death counts as one restart."""
     whole, home = homes
     expected = ranks(PROCESSES).run(undisturbed, str(whole), "holds" if task == "dies_twice" else task)[0]
     (home / place).touch()
-    found = train(home, task, monkeypatch, save_every="1steps", save_mode="blocking")
+    rendezvous = Rendezvous(max_restarts=deaths)
+    found = train(home, task, monkeypatch, save_every="1steps", save_mode="blocking", rendezvous=rendezvous)
     said = capfd.readouterr().err
-    assert re.search(rf"restart 1 of 5: of rank [01] alone(?s:.*){why}(?s:.*)restart 2 of 5\n$", said)
+    again = rf"restart {deaths} of {deaths}\n$"
+    assert re.search(rf"restart 1 of {deaths}: of rank [01] alone(?s:.*){why}(?s:.*){again}", said)
     assert found.weights_digest == expected.weights_digest
     assert f"goes on after step {tasks_staying.STEPS[place]} of" in records(home, "note")[-1]["words"]
     assert [step["step"] for step in records(home, "step")] == list(range(LAST))

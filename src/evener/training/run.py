@@ -23,9 +23,10 @@ from evener.core.task.task import Task
 from evener.core.text import counted, few
 from evener.data.batch import Batch
 from evener.distributed.recovery.deferred_free import bury
+from evener.distributed.recovery.replacement import NothingKeptError
 from evener.distributed.session import RUN_DIR, Session
 from evener.distributed.signals import Deferral, asked, check, deferring, last_words
-from evener.errors import InterruptedRunError, RankError
+from evener.errors import InterruptedRunError
 from evener.nn.fqn import clean_name
 from evener.training.engine import Engine
 from evener.training.evaluation import try_evaluation
@@ -139,7 +140,7 @@ class Run:
         """Takes over the state that a surviving rank kept in memory while others were replaced, if there is one."""
         if self._succession is None or heir is None:
             if heir is not None:
-                raise RankError(
+                raise NothingKeptError(
                     "these ranks cannot take over what others had in memory: all have to start again"
                 )
             return CarriedState()

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from evener.distributed.failure import Failure
+from evener.distributed.failure import Failure, failure_of
 from evener.distributed.launch.group_changes import GroupChanges
 from evener.distributed.launch.process_count import Headcount
 from evener.distributed.launch.rendezvous import Rendezvous
 from evener.distributed.loopback import OneMachine
 from evener.distributed.recovery.regroup import BOUNDS, LAUNCH, Bounds, GroupChange, note_change, note_stop
+from evener.distributed.recovery.replacement import NothingKeptError
 
 OWN, LOST, ASKED = (Failure(0, kind, "") for kind in ("killed", "communication", "interrupted"))
 
@@ -73,6 +74,12 @@ def test_those_that_have_just_come_may_be_the_reason_of_a_failure(
     found = changes(tmp_path, 1, has_grown=grown, round=1)
     assert found.judged(1, cause, hopeless, progressed) == judged
     assert found.may_have_lost == grown
+
+
+def test_a_death_that_has_counted_when_a_rank_was_replaced_counts_once(tmp_path: Path) -> None:
+    found = changes(tmp_path, 2)
+    assert found.judged(1, failure_of(NothingKeptError("nothing"), 0), False, True) == (False, True)
+    assert found.start_number(0) == 1
 
 
 def test_ranks_that_have_saved_and_ended_are_not_started_again(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from evener.distributed.launch.membership import Membership
 from evener.distributed.launch.process_count import Headcount
 from evener.distributed.launch.rendezvous import Rendezvous
 from evener.distributed.recovery.regroup import BOUNDS, LAUNCH, Bounds, GroupChange, is_stopped, noted_change
+from evener.distributed.recovery.replacement import NothingKeptError
 
 
 class GroupChanges:
@@ -99,12 +100,15 @@ class GroupChanges:
             progressed: Whether the ranks took a step in this start.
 
         Returns:
-            Whether a restart is hopeless, and whether it is not to be counted because other machines are the reason.
+            Whether a restart is hopeless, and whether it is not to be counted, because other machines are the reason
+            or because the death behind it has counted when a rank was replaced.
         """
         if cause.kind == "interrupted" and is_stopped(self._run_dir, start):
             return True, False
         if self._members is None:
-            return hopeless, False
+            has_counted = isinstance(cause.to_error(), NothingKeptError)
+            self._done += has_counted  # the next start has a number of its own all the same
+            return hopeless, has_counted
         if progressed:
             self._members.prove()
         if self._members.has_grown and not progressed:  # those that have come may be the reason, and go

@@ -57,6 +57,13 @@ class RecalledError(RankError):
         self.start = start
 
 
+class NothingKeptError(RankError):
+    """Raised where the ranks that stayed have nothing in memory from which the next start could go on.
+
+    All ranks start again then. The death for which some were replaced has counted as a restart already.
+    """
+
+
 # The agent's side
 
 

@@ -33,6 +33,7 @@ from evener.distributed.recovery.regroup import RegroupError
 from evener.distributed.recovery.replacement import (
     ALLOWED,
     NEWS_SECONDS,
+    NothingKeptError,
     RecalledError,
     Start,
     SurvivorLease,
@@ -125,13 +126,13 @@ class RankReplacement:
         """Loads the state of the most advanced rank. Returns it and a message for the user. A collective call.
 
         Raises:
-            RankError: If no rank has a state, so that all have to start again.
+            NothingKeptError: If no rank has a state, so that all have to start again.
         """
         engine, control = self._engine, self._engine.session.control
         places = control.gather_objects((heir.steps, heir.begun is not None))
         best, source = max(places)[0], places.index(max(places))
         if best < 0:
-            raise RankError("no rank that stayed was between two updates: all have to start again")
+            raise NothingKeptError("no rank that stayed was between two updates: all have to start again")
         found: CarriedState = control.broadcast_object(
             heir if engine.session.rank == source else None, source
         )
@@ -225,12 +226,12 @@ def made_anew(make: Callable[[], nn.Module]) -> nn.Module:
     """Makes the model for another start on a surviving rank.
 
     Raises:
-        RankError: If ``make`` returns the module of the previous start, whose weights are freed and whose hooks are
-            not.
+        NothingKeptError: If ``make`` returns the module of the previous start, whose weights are freed and whose hooks
+            are not.
     """
     model = make()
     if any(hasattr(parameter, _GIVEN_UP) for parameter in model.parameters()):
-        raise RankError(
+        raise NothingKeptError(
             "Task.model returned a module that this process has trained before, and cannot be made anew: all ranks "
             "have to start again. Make the module in the function"
         )
