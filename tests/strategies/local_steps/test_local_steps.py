@@ -248,6 +248,28 @@ def test_options_that_each_replica_s_steps_change_are_its_own_after_a_checkpoint
     assert worst(whole, _named(state, whole)) < ROUNDING
 
 
+def _lengths(compress: str | None) -> list[tuple[int, float]]:
+    """The size of each round, and how far its merge went."""
+    settings: dict[str, Any] = {"strategy": LocalSgd(sync_every=10), "epochs": 3, "compress": compress}
+    with Engine(task(), RunConfig(device="cpu", dtype="float64", **settings)) as engine:
+        parameters, found = list(engine.model.parameters()), []
+        before = nn.utils.parameters_to_vector(parameters).detach()
+        for batch in engine.batches():
+            engine.step(batch)
+            after = nn.utils.parameters_to_vector(parameters).detach()
+            found.append((batch.size, float((after - before).norm())))
+            before = after
+        return found
+
+
+def test_what_compression_kept_of_a_merge_weighs_no_more_in_a_shorter_round(ranks: Any) -> None:
+    found = ranks(2).run(_lengths, "top-k")[0]
+    assert [size for size, _ in found] == [120, 10] * 3
+    assert max(length for size, length in found if size == 10) < 2 * max(
+        length for size, length in found if size == 120
+    )
+
+
 class Odd(nn.Module):
     """Has tied, frozen and unused weights, and scalars. A rank's rows are not the same part of each weight."""
 

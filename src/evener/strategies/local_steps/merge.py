@@ -125,6 +125,11 @@ class Merge:
         for replica in self._replicas.all:
             replica.sent[fragment] = replica.terms
         device = self._learner.session.device
+        has_terms = True
+        if over.all_reduce is not None and over.all_reduce.remembers:
+            # What it kept of the merge before is of a mean, and belongs to a mean: this one may have fewer terms.
+            (whole,) = summed_numbers([sum(weights)], over.group, device)
+            has_terms, weights = whole > 0, [weight / (whole or 1.0) for weight in weights]
         squares = torch.zeros((), dtype=widest(device), device=device)
         buckets = list(in_buckets(trained, self._learner.settings.bucket_nbytes, local))
         flats = [self._weighted(bucket, weights, squares) for bucket in buckets]
@@ -132,9 +137,8 @@ class Merge:
         work: list[Work | dist.Work] = []
         if over.all_reduce is not None:
             with waiting(), named_range("merge of fragment", fragment):
-                work = [
-                    over.all_reduce(flat, key_of(bucket)) for flat, bucket in zip(flats, buckets, strict=True)
-                ]
+                pairs = zip(flats, buckets, strict=True) if has_terms else ()
+                work = [over.all_reduce(flat, key_of(bucket)) for flat, bucket in pairs]
                 summed = dist.all_reduce(numbers, group=over.group, async_op=True)
                 assert summed is not None
                 work.append(summed)
