@@ -85,6 +85,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "non_finite=skip": ({}, {"non_finite": "skip"}),
     "skipping samples": ({}, {"on_bad_sample": "skip"}),
     "balance=auto": ({}, {"balance": "auto"}),
+    "max_shares=5": ({}, {"max_shares": "5"}),
+    "share_multiple_of=2": ({}, {"share_multiple_of": 2}),
     "delayed_nesterov is for": ({"optimizer": adam}, {"strategy": Asynchronous(delayed_nesterov=2)}),
 }
 

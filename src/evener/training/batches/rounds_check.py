@@ -31,7 +31,12 @@ def check_rounds(config: RunConfig, learner: Learner, rounds: Rounds | Sections)
         config = config.replace(balance=balance)
         by_speed = balance == "auto" or is_named(balance, "balancer", BALANCERS)
         if isinstance(rounds, Sections):
-            asked[f"balance={balance}, for each rank gets samples as it becomes free"] = balance != "equal"
+            why = "for each rank gets samples as it becomes free"
+            asked[f"balance={balance}, {why}"] = balance != "equal"
+            cure = "micro_batch limits those of a pass"
+            asked[f"max_shares={config.max_shares}, {why} ({cure})"] = config.max_shares is not None
+            multiple = config.share_multiple_of
+            asked[f"share_multiple_of={multiple}, {why}"] = multiple != 1
         else:
             asked[f"shares by speed, for {rounds.replicas} replicas are not one for each rank"] = by_speed
     for what in (what for what, is_asked in asked.items() if is_asked):
