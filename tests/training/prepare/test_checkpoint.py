@@ -84,6 +84,28 @@ def test_a_loop_goes_on_from_a_file_on_another_number_of_ranks(ranks: Any, tmp_p
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
 
 
+def goes_on(path: str, samples: int = 26, **options: Any) -> int:
+    """Saves after two batches of six of 26 samples. Returns the number of samples that another loader reads then."""
+    loop = Loop(True)
+    for batch, _ in enumerate(loop.loader):
+        if batch == 1:
+            evener.save(path, loader=loop.loader)
+            break
+    other = evener.prepare(DataLoader(rows(samples), **({"batch_size": 6, "shuffle": True} | options)))
+    evener.load(path, loader=other)
+    return sum(len(x) for x, _ in other)
+
+
+@pytest.mark.parametrize("options", [{"samples": 50}, {"batch_size": 4}, {"shuffle": False}])
+def test_in_the_middle_of_an_epoch_a_loader_goes_on_with_the_same_data_and_batches_alone(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with with_settings():
+        assert goes_on(str(tmp_path / "loop.pt")) == 26 - 2 * 6
+        with pytest.raises(ConfigurationError, match="samples would be repeated or lost"):
+            goes_on(str(tmp_path / "loop.pt"), **options)
+
+
 def test_files_that_cannot_be_read_or_written_are_told(tmp_path: Path) -> None:
     with with_settings():
         loop = Loop(True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import count
 from typing import Any
@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from evener.balance.base import Balancer
 from evener.core.config.run_config import RunConfig
 from evener.core.plugins import kind_of
 from evener.core.task.task import Cost
-from evener.core.text import said
+from evener.core.text import printable, said
 from evener.data.batch import Batch, MicroBatch, map_leaves, move
 from evener.data.copy_stream import CopyStream
 from evener.data.costs import CostDivision
@@ -196,6 +196,8 @@ class PreparedLoader:
         self._untimed: CurrentBatch | None = None
         self._began = self._ordered = place.random.held()
         self._resumed: tuple[Tensor, Tensor] | None = None
+        self._counted_in = dict[str, Any]()
+        """What the position that was loaded counts in, until a pass begins from it; nothing between two epochs."""
         self._loaded: dict[str, Any] | None = None
         """The state that was loaded, until a pass begins from it."""
 
@@ -220,9 +222,27 @@ class PreparedLoader:
         """Number of complete epochs."""
         return self._shares.epoch
 
+    def _units(self) -> dict[str, Any]:
+        """Returns what a position in the middle of an epoch counts in."""
+        plain = type(self.batch_sampler) is BatchSampler
+        is_stream = isinstance(self.dataset, IterableDataset)
+        return {
+            "samples": None if is_stream or not isinstance(self.dataset, Sized) else len(self.dataset),
+            "batch_size": getattr(self.batch_sampler, "batch_size", None),
+            "sampler": type(self.sampler if plain else self.batch_sampler).__qualname__,
+        }
+
     def __iter__(self) -> Iterator[Any]:
+        """Begins a pass.
+
+        Raises:
+            ConfigurationError: If it would go on from a position of other data or batches.
+        """
         place, shares = self._place, self._shares
         place.check_in_use("loader")
+        if self._counted_in and self._counted_in != self._units():
+            raise ConfigurationError(_other_units(shares.skip, self._counted_in, self._units()))
+        self._counted_in = {}
         if self._current_batch is not None:
             place.leave(self._current_batch)  # of a pass that was abandoned, or ended by an error
         self._passes += 1
@@ -333,6 +353,7 @@ class PreparedLoader:
             "balancer": self.balancer.state_dict(),
             "step": self._shares.step - len(self._shares.drawn),
             "stream": self._stream.state_dict() if self._stream is not None and self._handed_out else None,
+            "counted_in": self._units(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -342,11 +363,21 @@ class PreparedLoader:
         self._shares.step = state["step"]
         self.balancer.load_state_dict(state["balancer"])
         self._resumed = (state["began"], state["ordered"]) if state["batches"] else None
+        self._counted_in = dict(state.get("counted_in", {})) if state["batches"] else {}
         if self._stream is not None and state.get("stream") is not None:
             self._stream.load_state_dict(state["stream"])
 
 
 _NOTHING = object()
+
+
+def _other_units(batches: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    both = [", ".join(f"{name} {value}" for name, value in each.items()) for each in (before, now)]
+    return (
+        f"the loader was loaded after {batches} batches of an epoch with {printable(both[0])}, and has {both[1]}: "
+        "samples would be repeated or lost. Use the same data and batches until the end of the epoch, or leave the "
+        "loader out of evener.load, which begins the epoch anew"
+    )
 
 
 def _check(loader: DataLoader[Any]) -> None:
