@@ -201,10 +201,28 @@ def with_a_compiled_step(is_prepared: bool) -> Weights:
     return {name.removeprefix("_orig_mod."): value for name, value in loop.weights().items()}
 
 
+def leaving_out_what_is_not_finite(is_prepared: bool) -> Weights:
+    """By the loss, by the norm of the gradients, and by the gradients themselves."""
+    loop = Loop(is_prepared)
+    for step, (x, y) in enumerate(loop.loader):
+        loop.optimizer.zero_grad()
+        loss = loop.loss(loop.model(x / (x[:, :1] > (0.1 if step < 3 else 0.0))), y)
+        if step == 0 and not loss.isfinite():
+            continue
+        loss.backward()
+        if step == 1 and not nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0).isfinite():
+            continue
+        for parameter in loop.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.nan_to_num_(0.0)
+        loop.optimizer.step()
+    return loop.weights()
+
+
 LOOPS = (
     *(plainly, accumulating, with_a_closure, with_a_scaler, two_losses_of_a_batch, evaluating_within),
     *(frozen_and_unused, freezing_before_the_sum, two_loaders_at_once, after_an_error),
-    with_a_compiled_step,
+    *(with_a_compiled_step, leaving_out_what_is_not_finite),
 )
 
 
@@ -349,6 +367,7 @@ def a_loss_that_is_not_finite(_: bool) -> None:
     loop = Loop(True)
     for step, (x, y) in enumerate(loop.loader):
         loop.backward(x * (math.nan if step == 2 and evener.rank() == 1 else 1.0), y)
+        loop.optimizer.step()
 
 
 def a_gradient_that_is_not_finite(_: bool) -> None:
@@ -427,7 +446,10 @@ def gathering_rows_of_other_lengths(_: bool) -> None:
             r"optimizer.step\(\) with gradients of rank \d's samples alone, the first that of 0.weight: they were put",
         ),
         (shuffling_apart, "the ranks are not working on the same batch: rank 1 has another one than rank 0"),
-        (a_loss_that_is_not_finite, "DivergenceError: the loss is nan in step 0 on rank 1"),
+        (
+            a_loss_that_is_not_finite,
+            r"DivergenceError: the loss is nan in step 2 on rank 1, and the gradient of \S+ is not finite before",
+        ),
         (
             a_gradient_that_is_not_finite,
             "DivergenceError: the gradient of 2.bias is not finite before the update",

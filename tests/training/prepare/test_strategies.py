@@ -321,7 +321,9 @@ def test_it_is_the_loop_of_one_device(ranks: Any, loop: str, way: str) -> None:
         check(found, expected)
 
 
-@pytest.mark.parametrize("loop", [in_channels_last, computed_again])
+@pytest.mark.parametrize(
+    "loop", [in_channels_last, computed_again, test_prepare.leaving_out_what_is_not_finite]
+)
 def test_it_is_so_for_weights_in_parts(ranks: Any, loop: Callable[[bool], Weights]) -> None:
     expected = loop(False)
     for found in ranks(2).run(prepared, loop, **ZERO3):

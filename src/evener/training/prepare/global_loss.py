@@ -21,7 +21,7 @@ from torch import Tensor
 
 from evener.collectives.all_gather_rows import gathered
 from evener.data.batch import leaves_of, map_leaves
-from evener.errors import ConfigurationError, DivergenceError, LossError
+from evener.errors import ConfigurationError, LossError
 from evener.hardware.timers import waiting
 from evener.training.prepare.current_batch import CurrentBatch
 from evener.training.prepare.global_loss_value import Confused, GlobalLossValue, whole_of
@@ -32,7 +32,6 @@ from evener.training.prepare.rank_checks import check_marks
 from evener.training.prepare.sample_tensor import Joint, Kind, plain_of
 from evener.training.prepare.zero_loss import silence_of, silent
 from evener.training.step.divisions import check_widths
-from evener.training.step.step import not_finite
 
 _APART = 1e-3
 """Relative tolerance for values that ranks compute from the same sums."""
@@ -90,7 +89,6 @@ def joined(
 
     Raises:
         Parted: If the ranks are at different places of a function, on all ranks.
-        DivergenceError: If the total of a rank is not finite and has a gradient, on all ranks.
     """
     batch = batch or place.current_batch("the loss was computed")
     is_sum, is_late = divisor(2.0) == 1.0, place.later.is_late(total)
@@ -108,7 +106,7 @@ def joined(
     else:
         rows = said(float(total.detach()) if counts else 0.0, float(number))
         totals, numbers, graphs = ([row[at] for row in rows] for at in range(1, 4))
-    _check_finite(place, totals, graphs)
+    _note_if_not_finite(place, totals, graphs)
     numbers = place.data.of_contributors(numbers)
     over = divisor(sum_of_numbers(numbers))
     result = sum_of_numbers(place.data.of_contributors(totals)) / nonzero_or(over, math.nan)
@@ -199,13 +197,13 @@ def _exchanged(
     return [[*row[:3], row[3] % 4] for row in rows]
 
 
-def _check_finite(place: LoopState, totals: Sequence[Number], graphs: Sequence[float]) -> None:
+def _note_if_not_finite(place: LoopState, totals: Sequence[Number], graphs: Sequence[float]) -> None:
     step = place.steps
 
     def known(values: list[float]) -> None:
         for rank, value in enumerate(values):
             if graphs[rank] == _BEHIND and not math.isfinite(value):
-                raise DivergenceError(not_finite(f"the loss is {value} in step {step} on rank {rank}"))
+                place.later.bad_losses.setdefault(step, f"the loss is {value} in step {step} on rank {rank}")
 
     if _BEHIND in graphs:
         place.later.check(known, *totals)

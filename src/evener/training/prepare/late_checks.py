@@ -60,6 +60,9 @@ class LateChecks:
         self._begun: Callable[[], None] | None = None
         self._turned_in: int | None = None
         """The step of the last turn in this batch."""
+        self.bad_losses = dict[int, str]()
+        """What is known of losses that are not finite, by their step. A loop may leave out the update, so that an error
+        waits for it."""
 
     def apart(self) -> LateChecks:
         """Returns others with turns of their own."""
@@ -111,6 +114,7 @@ class LateChecks:
     def forget(self) -> None:
         """Drops all checks: what they are of was given up."""
         self._new, self._begun = [], None
+        self.bad_losses.clear()
 
     def settle(self) -> None:
         """Makes all checks. Waits for the device."""

@@ -86,7 +86,6 @@ class OverAll:
 
         Raises:
             LossError: If ranks get different values, or have different batches that cannot be joined.
-            DivergenceError: If the loss of a rank is not finite, in training; on all ranks alike.
             ConfigurationError: Outside of a prepared loader's batch.
         """
         self._place.check_in_use("loss")
@@ -101,7 +100,7 @@ class OverAll:
             )
         if self._place.world_size == 1:
             made = self.function(*args, **kwargs)
-            self._of_rows.check_finite(first_number(made))
+            self._of_rows.note_if_not_finite(first_number(made))
             return made
         made = self._of_any(args, kwargs)
         current_batch.is_counted |= self._way is not LossKind.SUMS

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from evener.data.batch import leaves_of, map_leaves
 from evener.data.division import own_slice
 from evener.data.fingerprint import generators_kept
-from evener.errors import DivergenceError, LossError
+from evener.errors import LossError
 from evener.training.consistency.replicas import digest
 from evener.training.prepare.drawn_outputs import drawn_like
 from evener.training.prepare.gather import gathered, gathered_entries
@@ -37,7 +37,6 @@ from evener.training.prepare.positions import refuse_divided
 from evener.training.prepare.rank_checks import check_marks
 from evener.training.prepare.sample_tensor import plain_of
 from evener.training.prepare.stacked_rows import are_near, are_stacked, can_tell, stacked
-from evener.training.step.step import not_finite
 
 
 class OfRows:
@@ -82,7 +81,7 @@ class OfRows:
         number = first_number(made)
         over_of_all(place, True, number, 0, self._is_new)
         self._is_new = False
-        self.check_finite(number)
+        self.note_if_not_finite(number)
         shares = told.shares
         if number is None and any(_has_rows(leaf, sum(shares)) for leaf in leaves_of(made)):
             raise LossError(_MIXED_ROWS.format(name=name_of(self.function)))
@@ -191,17 +190,13 @@ class OfRows:
             found |= gathered_entries(entries, shares, place)
         return found
 
-    def check_finite(self, number: Tensor | None) -> None:
-        """Checks a loss that each rank has computed for the whole batch.
-
-        Raises:
-            DivergenceError: If it has a gradient and is not finite.
-        """
+    def note_if_not_finite(self, number: Tensor | None) -> None:
+        """Remembers that a loss that each rank has computed for the whole batch is not finite, if it has a gradient."""
         step = self._place.steps
 
         def known(values: list[float]) -> None:
             if not math.isfinite(values[0]):
-                raise DivergenceError(not_finite(f"the loss is {values[0]} in step {step}"))
+                self._place.later.bad_losses.setdefault(step, f"the loss is {values[0]} in step {step}")
 
         if number is not None and number.requires_grad:
             self._place.later.check(known, plain_of(number).detach())

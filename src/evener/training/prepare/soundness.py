@@ -24,7 +24,7 @@ class SoundnessCheck:
     """
 
     def __init__(self, over_ranks: Callable[[float], Sequence[float]], later: LateChecks) -> None:
-        self._over_ranks, self._later = over_ranks, later.apart()
+        self._over_ranks, self._later, self._of_losses = over_ranks, later.apart(), later
         self._found: tuple[int, str | None] = (0, None)
         """An update that the ranks have not compared yet, and the name of a gradient that is not finite, or None."""
         self._is_open = False
@@ -46,9 +46,10 @@ class SoundnessCheck:
             elif self._found[1] is None:
                 self._found = step, name
 
+        self._of_losses.turn_in_step()  # the losses of an update are known before it is judged
+        learner.unsound.found.clear()  # of passes whose update the loop may have left out
         learner.look_at(p for p in parameters if p in learner.names)
         found = [place.tensor for place in learner.unsound.found]
-        learner.unsound.found.clear()
         self._later.check(known, *found)
         self._later.turn()
         self._is_open = divided and learner.session.runs_behind
@@ -69,8 +70,12 @@ class SoundnessCheck:
         self._judge(step, learner.names_in_order[worst - 1] if worst else None)
 
     def _judge(self, step: int, name: str | None) -> None:
+        known = self._of_losses.bad_losses
+        losses = [known.pop(told) for told in sorted(known) if told <= step]
         if name is not None:
+            cause = f"{losses[-1]}, and " if losses else ""
             raise DivergenceError(
-                f"the gradient of {name} is not finite before the update of step {step}: the run stops here. Try a "
-                "lower learning rate or clip the gradients"
+                f"{cause}the gradient of {name} is not finite before the update of step {step}: the run stops here. "
+                "Try a lower learning rate or clip the gradients. To leave out such updates, let the loop ask before "
+                "each: if loss.isfinite()"
             )
