@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.results import Table, Value, cell, record
 from evener.balance import BySpeed
 from evener.balance.by_speed_large import BySpeedOfMany
-from evener.distributed.control_channel import Pending
+from evener.distributed.control_channel import Pending, Rows
 from evener.distributed.mesh import Layout, Mesh
 from evener.hardware.memory.step_usage import NOTHING
 from evener.training.step.exchange import ByRows, BySums, GatheredStep
@@ -33,14 +33,6 @@ OWN = 3
 SAMPLES = 32
 
 
-class _Said(Pending):
-    def __init__(self, rows: list[list[float]]) -> None:
-        self._rows = rows
-
-    def wait(self) -> list[list[float]]:
-        return self._rows
-
-
 class _Network:
     """Of ``ranks`` that say what this one says, each with a time of its own."""
 
@@ -48,10 +40,11 @@ class _Network:
         self._ranks, self.numbers = ranks, 0
         self.seconds = np.ones(ranks)
 
-    def exchange(self, values: Sequence[float]) -> Pending:
+    def exchange(self, values: Sequence[float]) -> Rows:
         self.numbers += len(values) * self._ranks
         at = RankStats._fields.index("compute_seconds")
-        return _Said([[*values[:at], seconds, *values[at + 1 :]] for seconds in self.seconds.tolist()])
+        rows = [[*values[:at], seconds, *values[at + 1 :]] for seconds in self.seconds.tolist()]
+        return Pending(lambda: rows)
 
     def start(self, added: Sequence[float], greatest: Sequence[float]) -> mock.Mock:
         self.numbers += len(added) + len(greatest)

@@ -21,10 +21,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from evener.collectives.executor.subgroup import owned_subgroup
 from evener.collectives.executor.worker import Worker
+from evener.distributed.control_channel import Pending
 from evener.distributed.watchdog.watchdog import Watchdog
 
 MOST_ROWS = 64
@@ -34,19 +34,12 @@ MOST_ROWS = 64
 class Summing(Protocol):
     """Sums rows of numbers over all ranks."""
 
-    def start(self, added: Sequence[float], greatest: Sequence[float]) -> Under:
-        """Starts the elementwise sums of ``added`` and maxima of ``greatest``, which must contain no NaN."""
+    def start(
+        self, added: Sequence[float], greatest: Sequence[float]
+    ) -> Pending[tuple[list[float], list[float]]]:
+        """Starts the elementwise sums of ``added`` and maxima of ``greatest``, which must contain no NaN.
 
-
-class Under(Protocol):
-    """Handle of sums that are under way."""
-
-    def wait(self) -> tuple[list[float], list[float]]:
-        """Waits and returns the sums and the maxima, bitwise the same on all ranks. Must be called once.
-
-        Raises:
-            RankTimeoutError: If a rank did not take part in time; names it and where it stands.
-            RankError: If a rank's process died.
+        Returns both, to be waited for.
         """
 
 
@@ -76,10 +69,19 @@ class Levels:
             owned.callback(self._worker.close)
             self._owned = owned.pop_all()
 
-    def start(self, added: Sequence[float], greatest: Sequence[float]) -> Under:
+    def start(
+        self, added: Sequence[float], greatest: Sequence[float]
+    ) -> Pending[tuple[list[float], list[float]]]:
         """Starts the sums and maxima; see :class:`Summing`."""
         row = torch.tensor([*added, *greatest], dtype=torch.float64)
-        return _OnTheWay(self._worker.submit(lambda: self._sum(row, len(added))), len(added), self._watchdog)
+        future = self._worker.submit(lambda: self._sum(row, len(added)))
+
+        def wait() -> tuple[list[float], list[float]]:
+            with self._watchdog.wait("control exchange"):
+                numbers = future.wait().tolist()
+            return numbers[: len(added)], numbers[len(added) :]
+
+        return Pending(wait)
 
     def close(self) -> None:
         """Destroys the groups. Every rank must have waited for all sums that it started."""
@@ -93,16 +95,6 @@ class Levels:
             if group is not None:
                 dist.broadcast(row, group=group, group_src=0)
         return row
-
-
-class _OnTheWay:
-    def __init__(self, future: Future[Tensor], added: int, watchdog: Watchdog) -> None:
-        self._future, self._added, self._watchdog = future, added, watchdog
-
-    def wait(self) -> tuple[list[float], list[float]]:
-        with self._watchdog.wait("control exchange"):
-            numbers = self._future.wait().tolist()
-        return numbers[: self._added], numbers[self._added :]
 
 
 def _to_the_first(row: Tensor, added: int, group: dist.ProcessGroup) -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,25 +22,30 @@ import torch.distributed as dist
 from evener.distributed.hosts import all_gather, destroy
 from evener.distributed.watchdog.watchdog import Watchdog
 
+T = TypeVar("T")
 
-class Pending(ABC):
+
+class Pending(NamedTuple, Generic[T]):
     """An exchange in progress."""
 
-    @abstractmethod
-    def wait(self) -> list[list[float]]:
-        """Waits, and returns the values of every rank, by rank, bit-identical on all ranks. Call it only once.
+    wait: Callable[[], T]
+    """Waits, and returns the values, bit-identical on all ranks. Call it only once.
 
-        Raises:
-            RankTimeoutError: If a rank did not take part in time. The message names the rank and where it is.
-            RankError: If a rank is gone.
-        """
+    Raises:
+        RankTimeoutError: If a rank did not take part in time. The message names the rank and where it is.
+        RankError: If a rank is gone.
+    """
+
+
+Rows = Pending[list[list[float]]]
+"""An exchange that gives the values of every rank, by rank."""
 
 
 class Channel(ABC):
     """Control messages between all ranks. All ranks must make the same calls in the same order."""
 
     @abstractmethod
-    def exchange(self, values: Sequence[float]) -> Pending:
+    def exchange(self, values: Sequence[float]) -> Rows:
         """Starts sending ``values`` to all ranks, in float64. Every rank must pass the same number of values."""
 
     @abstractmethod
@@ -64,19 +70,12 @@ class Channel(ABC):
         """Closes the channel. Every rank must have waited for all exchanges that it started."""
 
 
-class _Now(Pending):
-    def __init__(self, values: Sequence[float]) -> None:
-        self._values = [float(value) for value in values]
-
-    def wait(self) -> list[list[float]]:
-        return [self._values]
-
-
 class LocalChannel(Channel):
     """The channel of a run with one rank."""
 
-    def exchange(self, values: Sequence[float]) -> Pending:
-        return _Now(values)
+    def exchange(self, values: Sequence[float]) -> Rows:
+        rows = [[float(value) for value in values]]
+        return Pending(lambda: rows)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
@@ -103,18 +102,6 @@ class _Buffers:
         self.views = list(self.receive.unbind())
 
 
-class _InFlight(Pending):
-    def __init__(self, work: dist.Work, buffers: _Buffers, free: list[_Buffers], watchdog: Watchdog) -> None:
-        self._work, self._buffers, self._free, self._watchdog = work, buffers, free, watchdog
-
-    def wait(self) -> list[list[float]]:
-        with self._watchdog.wait("control exchange"):
-            self._work.wait()
-        values: list[list[float]] = self._buffers.receive.tolist()
-        self._free.append(self._buffers)
-        return values
-
-
 class GroupChannel(Channel):
     """The channel over a gloo group of all ranks.
 
@@ -129,14 +116,21 @@ class GroupChannel(Channel):
         self._world_size = dist.get_world_size(group)
         self._free: defaultdict[int, list[_Buffers]] = defaultdict(list)
 
-    def exchange(self, values: Sequence[float]) -> Pending:
+    def exchange(self, values: Sequence[float]) -> Rows:
         free = self._free[len(values)]
         buffers = free.pop() if free else _Buffers(self._world_size, len(values))
         buffers.send.copy_(torch.tensor(values, dtype=torch.float64))
         with self._watchdog.explained():
             work = dist.all_gather(buffers.views, buffers.send, group=self._group, async_op=True)
         assert work is not None
-        return _InFlight(work, buffers, free, self._watchdog)
+        return Pending(partial(self._values, work, buffers))
+
+    def _values(self, work: dist.Work, buffers: _Buffers) -> list[list[float]]:
+        with self._watchdog.wait("control exchange"):
+            work.wait()
+        values: list[list[float]] = buffers.receive.tolist()
+        self._free[len(buffers.send)].append(buffers)
+        return values
 
     def gather_objects(self, value: Any) -> list[Any]:
         with self._watchdog.wait("gather of objects"):

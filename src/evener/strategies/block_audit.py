@@ -25,7 +25,7 @@ from evener.components.bit_digest import bit_digest, sum_of_digests
 from evener.components.buffer_snapshot import BufferSnapshot
 from evener.data.audits import AuditedBlock
 from evener.data.batch import Batch, MicroBatch, tensors_in
-from evener.distributed.control_channel import Pending
+from evener.distributed.control_channel import Rows
 from evener.distributed.shm.scoreboard import WIDTH, quickest
 from evener.errors import ConfigurationError, DataError, DivergenceError
 from evener.hardware.accelerators import description_of
@@ -88,7 +88,7 @@ class BlockAudit:
         self._exact = learner.exact
         # Of its own, so that a rank may tell as soon as it knows, whatever else the ranks send each other.
         self._quick = quickest(learner.session)
-        self._told: Pending | None = None
+        self._told: Rows | None = None
         self._audited: Sequence[AuditedBlock] = ()
         self._left: set[int] = set()
         """The blocks of this rank whose digests it has still to tell."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from evener.balance.base import Decision
 from evener.collectives.hierarchical_sum import Levels, Summing
 from evener.core.task.task import Task
-from evener.distributed.control_channel import Pending
+from evener.distributed.control_channel import Pending, Rows
 from evener.distributed.mesh import Layout, Mesh
 from evener.distributed.session import Session
 from evener.errors import DivergenceError, RankTimeoutError
@@ -169,14 +169,6 @@ def test_what_no_rank_used_has_no_gradient(ranks: Any) -> None:
 # What a rank has to say that is its own
 
 
-class Now(Pending):
-    def __init__(self, row: Sequence[float]) -> None:
-        self._row = list(row)
-
-    def wait(self) -> list[list[float]]:
-        return [self._row, self._row]
-
-
 class Both:
     """Another rank that says the same as this one."""
 
@@ -186,9 +178,9 @@ class Both:
     def start(self, added: Sequence[float], greatest: Sequence[float]) -> Any:
         return mock.Mock(wait=lambda: ([2 * value for value in added], list(greatest)))
 
-    def exchange(self, values: Sequence[float]) -> Pending:
+    def exchange(self, values: Sequence[float]) -> Rows:
         self.rows += 1
-        return Now(values)
+        return Pending(lambda: [list(values), list(values)])
 
 
 def telling() -> tuple[BySums, Both]:

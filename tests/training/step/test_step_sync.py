@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from evener.core.losses import SumLoss
 from evener.core.task.task import Task
 from evener.data.batch import Batch, MicroBatch
-from evener.distributed.control_channel import Pending
+from evener.distributed.control_channel import Pending, Rows
 from evener.distributed.mesh import Layout, Mesh
 from evener.errors import DivergenceError, RankError
 from evener.hardware.async_read import READERS, DeferredValue, Readout, ReadyValue
@@ -37,29 +37,23 @@ DIVISION = RankStats._fields.index("division")
 LOSS = SumLoss(count=len, total=lambda outputs, targets: outputs.sum())
 
 
-class Others(Pending):
-    """A row under way to two ranks, of which the second says ten times what the first says, and divides alike."""
-
-    def __init__(self, exchange: Exchange, row: list[float]) -> None:
-        self._exchange, self._row = exchange, row
-
-    def wait(self) -> list[list[float]]:
-        self._exchange.happened.append("read")
-        other = [10 * value for value in self._row]
-        if len(other) > 1:
-            other[DIVISION] = self._row[DIVISION]
-        return [self._row, other]
-
-
 class Exchange:
     def __init__(self) -> None:
         self.happened: list[str] = []
         self.rows: list[list[float]] = []
 
-    def exchange(self, values: Sequence[float]) -> Pending:
+    def exchange(self, values: Sequence[float]) -> Rows:
         self.happened.append("posted")
         self.rows.append(list(values))
-        return Others(self, list(values))
+        return Pending(lambda: self.read(list(values)))
+
+    def read(self, row: list[float]) -> list[list[float]]:
+        """A row of two ranks, of which the second says ten times what the first says, and divides alike."""
+        self.happened.append("read")
+        other = [10 * value for value in row]
+        if len(other) > 1:
+            other[DIVISION] = row[DIVISION]
+        return [row, other]
 
     @property
     def signals(self) -> list[RankStats]:
@@ -237,7 +231,7 @@ def test_what_is_missing_on_all_ranks_is_known_before_the_update() -> None:
     step = Step(batch(1), 1, one.step_sync.settle)
     one.step_sync.divisor(step)
     missing = StepOutcome((), ("head.weight",), False, ReadyValue(0.5))
-    with mock.patch.object(Others, "wait", lambda self: [self._row, self._row]):
+    with mock.patch.object(Exchange, "read", lambda self, row: [row, row]):
         assert list(one.step_sync.post(step, missing, None, [], ReadyValue(1.0), 0.0)) == ["head.weight"]
 
 
@@ -396,13 +390,6 @@ def test_one_rank_alone_finds_its_bad_gradient(late: bool, tmp_path: Path) -> No
     assert done == place[0]
 
 
-class Dead(Pending):
-    """A row under way to a rank that has died."""
-
-    def wait(self) -> list[list[float]]:
-        raise RankError("rank 1 died")
-
-
 def test_a_step_whose_row_died_with_a_rank_is_known_without_its_loss() -> None:
     mesh = Mesh(Layout({"data": 2}), 0, None, 1.0, timedelta(seconds=1))
     exchange = Exchange()
@@ -412,7 +399,8 @@ def test_a_step_whose_row_died_with_a_rank_is_known_without_its_loss() -> None:
         step = Step(batch(number), number, step_sync.settle)
         step_sync.divisor(step)
         if number == 1:
-            exchange.exchange = lambda values: Dead()  # type: ignore[method-assign]
+            dead = Pending(mock.Mock(side_effect=RankError("rank 1 died")))
+            exchange.exchange = mock.Mock(return_value=dead)  # type: ignore[method-assign]
         step_sync.post(step, outcome, None, [], ReadyValue(1.5), 0.25)
         assert step_sync.lost_before(number + 1) is None
     with pytest.raises(RankError):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from evener.distributed.control_channel import Channel, GroupChannel, Pending
+from evener.distributed.control_channel import Channel, GroupChannel, Pending, Rows
 from evener.distributed.session import Session
 from evener.distributed.shm.mailbox import MESSAGES, Mailbox
 from evener.distributed.watchdog.watchdog import Watchdog
@@ -42,24 +43,16 @@ class Scoreboard:
         self._rows, self._mine = [], []
         del self._box
 
-    def exchange(self, values: Sequence[float]) -> Pending:
+    def exchange(self, values: Sequence[float]) -> Rows:
         """Starts sending ``values`` to all ranks. Every rank must pass the same number of values, at most `WIDTH`."""
         self._mine[self._box.posted % MESSAGES][: len(values)] = values
-        return _Posted(self, self._box.post(), len(values))
+        return Pending(partial(self._read, self._box.post(), len(values)))
 
-    def read(self, number: int, width: int) -> list[list[float]]:
+    def _read(self, number: int, width: int) -> list[list[float]]:
         """Waits for row ``number`` of all ranks, and returns the rows, by rank."""
         with self._watchdog.wait(_WHAT):
             self._box.wait(number)
         return [row[:width].tolist() for row in self._rows[number % MESSAGES]]
-
-
-class _Posted(Pending):
-    def __init__(self, board: Scoreboard, number: int, width: int) -> None:
-        self._board, self._number, self._width = board, number, width
-
-    def wait(self) -> list[list[float]]:
-        return self._board.read(self._number, self._width)
 
 
 def quickest(session: Session) -> Scoreboard | Channel:

@@ -25,7 +25,7 @@ from evener.collectives.registry import SUBSTITUTES, Substitute
 from evener.collectives.shared_memory.all_reduce import shared_nbytes
 from evener.collectives.shared_memory.reduce_scatter import ROOMS, SHARED_NBYTES, rooms_nbytes
 from evener.data.prefetch import DELIVERIES, NoTransfer
-from evener.distributed.control_channel import Channel, LocalChannel
+from evener.distributed.control_channel import Channel, LocalChannel, Rows
 from evener.distributed.control_channel import Pending as Exchange
 from evener.distributed.environment import Environment
 from evener.distributed.session import Session
@@ -82,9 +82,8 @@ class World:
         kind = self.device.type
         with ExitStack() as stack:
             if self.world_size > 1:
-                stack.callback(
-                    setattr, sys, "excepthook", sys.excepthook
-                )  # a group puts its rank before errors
+                # A group puts its rank before errors.
+                stack.callback(setattr, sys, "excepthook", sys.excepthook)
                 open_fake_group(self.rank, self.world_size)
                 stack.callback(dist.destroy_process_group)
             registries: list[tuple[dict[str, Any], str, Any]] = [
@@ -198,24 +197,16 @@ class InTheirPlace(RangeOwners):
         self._traffic.add_of_group("all_gather", self._group, flat.nbytes)
 
 
-class Said(Exchange):
-    """A completed exchange, in which every rank sent the same values as this one."""
-
-    def __init__(self, rows: list[list[float]]) -> None:
-        self._rows = rows
-
-    def wait(self) -> list[list[float]]:
-        return self._rows
-
-
 class Echo(LocalChannel):
     """A control channel that returns this rank's values as those of all ranks."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
 
-    def exchange(self, values: Sequence[float]) -> Exchange:
-        return Said([[float(value) for value in values] for _ in range(self._world_size)])
+    def exchange(self, values: Sequence[float]) -> Rows:
+        """Returns a completed exchange, in which every rank sent the same values as this one."""
+        rows = [[float(value) for value in values] for _ in range(self._world_size)]
+        return Exchange(lambda: rows)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value] * self._world_size

@@ -25,7 +25,7 @@ from evener.balance.by_speed_large import SpeedReport
 from evener.collectives.hierarchical_sum import MOST_ROWS, Levels, Summing
 from evener.collectives.registry import SUBSTITUTES
 from evener.core.exact_numbers import exact_total
-from evener.distributed.control_channel import Pending
+from evener.distributed.control_channel import Rows
 from evener.distributed.hosts import all_gather_single
 from evener.distributed.mesh import DIVIDING_TERMS, Mesh
 from evener.distributed.session import Session
@@ -52,7 +52,7 @@ _PLACES = 2**21
 class Exchange(Protocol):
     """Exchanges a few numbers between all ranks."""
 
-    def exchange(self, values: Sequence[float]) -> Pending:
+    def exchange(self, values: Sequence[float]) -> Rows:
         """Starts to send ``values`` to all ranks. All ranks must call this together, with equally many values."""
 
 
@@ -236,7 +236,7 @@ class BySums:
     def _is_time(self, step: int) -> bool:
         return step % ROWS_EVERY == 0 or self._rows_asked or self._speech().wants_rows
 
-    def _rows(self, signal: RankStats, memory: MemoryUse) -> Pending:
+    def _rows(self, signal: RankStats, memory: MemoryUse) -> Rows:
         row = row_of(signal._replace(retries=self._retries), self._kept or memory)
         self._retries, self._kept = 0.0, None
         return self._control.exchange(row)
@@ -255,8 +255,8 @@ class BySums:
         self,
         added: list[float],
         greatest: list[float],
-        rows: Pending | None,
-        lines: Pending | None,
+        rows: Rows | None,
+        lines: Rows | None,
         spoken: bool,
     ) -> GatheredStep:
         next_count, skipped, total, *heard = added
