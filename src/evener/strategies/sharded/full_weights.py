@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,8 @@ class FullWeights:
         self._places = list(_places(model, weights))
         shared = Shared(self)
         self._hooks = [
-            model.register_forward_pre_hook(Before(shared)),
-            model.register_forward_hook(AfterForward(shared), always_call=True),
+            model.register_forward_pre_hook(partial(_enter, shared)),
+            model.register_forward_hook(partial(_leave, shared), always_call=True),
         ]
 
     def refresh(self, always: bool = False) -> None:
@@ -204,24 +205,14 @@ _COPY = (
 )
 
 
-class Before:
-    """Hook before the model's forward; puts whole weights in."""
-
-    def __init__(self, wholes: Shared[FullWeights]) -> None:
-        self._wholes = wholes
-
-    def __call__(self, model: nn.Module, args: object) -> None:
-        if self._wholes.value is None:
-            raise ConfigurationError(_COPY)
-        self._wholes.value.enter(model)
+def _enter(wholes: Shared[FullWeights], model: nn.Module, *_: object) -> None:
+    """Puts whole weights in before the model's forward."""
+    if wholes.value is None:
+        raise ConfigurationError(_COPY)
+    wholes.value.enter(model)
 
 
-class AfterForward:
-    """Hook after the model's forward, also if that failed; puts pieces back."""
-
-    def __init__(self, wholes: Shared[FullWeights]) -> None:
-        self._wholes = wholes
-
-    def __call__(self, model: nn.Module, args: object, outputs: object) -> None:
-        if self._wholes.value is not None:
-            self._wholes.value.leave(model)
+def _leave(wholes: Shared[FullWeights], model: nn.Module, *_: object) -> None:
+    """Puts pieces back after the model's forward, also if that failed."""
+    if wholes.value is not None:
+        wholes.value.leave(model)

@@ -99,8 +99,8 @@ class DividedOptimizers:
         for owner in [each for each in optimizer.state if self.is_divided(each)]:
             optimizer.state[owner] = self._cut_all(optimizer.state[owner], owner)
         self._handles += [
-            optimizer.register_state_dict_post_hook(_SavedOptimizer(self)),
-            optimizer.register_load_state_dict_pre_hook(_LoadedOptimizer(self)),
+            optimizer.register_state_dict_post_hook(_StateHook(self.gather_state)),
+            optimizer.register_load_state_dict_pre_hook(_StateHook(self.cut_state)),
         ]
 
     def close(self) -> None:
@@ -207,8 +207,8 @@ class DividedModel(DividedOptimizers):
         self._by_name = {name: part for name, part in parts.items() if part is not None}
         self._calls = _Calls(is_in_pass)
         self._guard(model)
-        model.register_state_dict_post_hook(_SavedModel(self))  # type: ignore[no-untyped-call]
-        model.register_load_state_dict_pre_hook(_LoadedModel(self))  # type: ignore[no-untyped-call]
+        model.register_state_dict_post_hook(_StateHook(self.gather_model))  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_pre_hook(_StateHook(self.cut_model))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Ends the use of the model and its optimizers, of which this rank keeps parts: their hooks stay, and refuse
@@ -238,13 +238,13 @@ class DividedModel(DividedOptimizers):
                 "in their places: give the optimizer to evener.prepare, too, or make it afterwards"
             )
 
-    def gather_model(self, found: dict[str, Any], prefix: str) -> None:
+    def gather_model(self, _: nn.Module, found: dict[str, Any], prefix: str, *__: Any) -> None:
         """Replaces parts in ``found``, the state of the model or a copy, by whole tensors. A collective call."""
         with self._meet("state_dict()"):
             for key, value in found.items():
                 found[key] = self._gathered(value, self._by_name.get(key.removeprefix(prefix)))
 
-    def cut_model(self, found: dict[str, Any], prefix: str) -> None:
+    def cut_model(self, _: nn.Module, found: dict[str, Any], prefix: str, *__: Any) -> None:
         """Replaces whole tensors in ``found`` by this rank's parts."""
         for key in [key for key in found if key.startswith(prefix)]:
             if isinstance(found[key], Tensor):
@@ -307,35 +307,13 @@ class _Calls(_Unpickled):
 
 
 class _StateHook(_Unpickled):
-    """A hook on a state. Serves copies of what it belongs to, too."""
+    """A hook on a state: calls a method of what has the parts. Serves copies of what it belongs to, too."""
 
-    def __init__(self, divided: Any) -> None:
-        self._divided = weakref.ref(divided)
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = weakref.WeakMethod(method)
 
-    @property
-    def divided(self) -> Any:
-        """What has the parts. Raises ConfigurationError if a later call of ``evener.prepare`` has ended that."""
-        found = self._divided()
+    def __call__(self, *args: Any) -> Any:
+        found = self._method()
         if found is None:
             raise ConfigurationError(_OVER)
-        return found
-
-
-class _SavedModel(_StateHook):
-    def __call__(self, model: nn.Module, found: dict[str, Any], prefix: str, _: Any) -> None:
-        self.divided.gather_model(found, prefix)
-
-
-class _LoadedModel(_StateHook):
-    def __call__(self, model: nn.Module, found: dict[str, Any], prefix: str, *_: Any) -> None:
-        self.divided.cut_model(found, prefix)
-
-
-class _SavedOptimizer(_StateHook):
-    def __call__(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> Any:
-        return self.divided.gather_state(optimizer, found)
-
-
-class _LoadedOptimizer(_StateHook):
-    def __call__(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> Any:
-        return self.divided.cut_state(optimizer, found)
+        return found(*args)
