@@ -50,7 +50,7 @@ def partition_layers(
         following, choice = [math.inf] * (layers + 1), [0] * (layers + 1)
         for stop in range(1, layers + 1):
             following[stop], choice[stop] = min(
-                (_bottleneck(best[start], own, held[stop] - held[start] <= room), start)
+                (max(best[start], own) if held[stop] - held[start] <= room else math.inf, start)
                 for start in range(stop)
                 for own in [(prefix[stop] - prefix[start]) / speed + edge[start] + edge[stop]]
             )
@@ -62,10 +62,6 @@ def partition_layers(
             "devices, or smaller layers"
         )
     return _trace(choices, layers)
-
-
-def _bottleneck(before: float, own: float, fits: bool) -> float:
-    return max(before, own) if fits else math.inf
 
 
 def _trace(choices: Sequence[Sequence[int]], layers: int) -> list[range]:

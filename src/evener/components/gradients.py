@@ -164,7 +164,7 @@ class Unsound:
         """Checks gradients by their sum, which is known on the host."""
         if math.isfinite(number):
             return ReadyValue(number)
-        bad = [self._places[name] for name, each in gradients() if not _is_finite(each)]
+        bad = [self._places[name] for name, each in gradients() if not numbers_of(each).isfinite().all()]
         self.found.append(ReadyValue(max(bad, default=0.0)))
         return ReadyValue(math.nan if bad else 0.0)
 
@@ -202,10 +202,6 @@ KnownNorms = Callable[[Sequence[Tensor]], Tensor | None]
 """Returns the largest absolute value of each of some gradients, in one tensor. None if nothing has computed them."""
 
 
-def _no_norms(gradients: Sequence[Tensor]) -> None:
-    return None
-
-
 class AllGradients:
     """Checks the gradients of all parameters of a model after each backward, as :class:`Unsound` does any.
 
@@ -228,7 +224,7 @@ class AllGradients:
             type(p) is nn.Parameter and p.numel() and not p.is_complex() for p in self._trained
         )
 
-    def check(self, known: KnownNorms = _no_norms) -> Readout:
+    def check(self, known: KnownNorms = lambda gradients: None) -> Readout:
         """Returns a number that is finite if all gradients are.
 
         Args:
@@ -268,10 +264,6 @@ def check_sound(unsound: Sequence[str | None]) -> None:
         raise DivergenceError(
             f"a gradient is not finite on rank {found[0]}, that of {found[1]}; the run stops here"
         )
-
-
-def _is_finite(gradient: Tensor) -> bool:
-    return bool(numbers_of(gradient).isfinite().all())
 
 
 def named(parameters: Iterable[tuple[str, nn.Parameter]]) -> Named:

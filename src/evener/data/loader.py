@@ -177,7 +177,9 @@ class Loader(Iterator[Batch]):
         else:
             order = _checked(order, dataset, name)
             whole = order if parts is None else parts.whole
-            _check_position(start[1], whole.size, name)
+            if not 0 <= start[1] <= whole.size:
+                message = f"position {start[1]} is not within the {whole.size} samples of the {name}"
+                raise ConfigurationError(message)
             pool = pool.begun_at(*start)
             drawn = (
                 plans(order, cut, epochs, start, first_step)
@@ -319,11 +321,6 @@ def _checked(order: Order | None, dataset: Any, name: str) -> Order:
     if order.size != size and not isinstance(order, ListedOrder):
         raise ConfigurationError(f"the {name} has {size} samples, but its order is one of {order.size}")
     return order
-
-
-def _check_position(position: int, size: int, name: str) -> None:
-    if not 0 <= position <= size:
-        raise ConfigurationError(f"position {position} is not within the {size} samples of the {name}")
 
 
 def _steps(order: Order, batch_size: int, epochs: int, start: tuple[int, int]) -> int:

@@ -111,7 +111,7 @@ def leave_stopping_to_the_rank(_: int = 0) -> None:
     tell_what_cannot_be_sent()
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _do_nothing)
+            signal.signal(number, lambda number, frame: None)
 
 
 def begin_worker(given: Callable[[int], None] | None, number: int) -> None:
@@ -119,10 +119,6 @@ def begin_worker(given: Callable[[int], None] | None, number: int) -> None:
     tell_what_cannot_be_sent()
     if given is not None:
         given(number)
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    pass
 
 
 def _only_while_awaited() -> None:

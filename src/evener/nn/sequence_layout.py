@@ -14,7 +14,6 @@ Lengths of chunks differ by at most 1. Chunks may be empty if the sequence is sh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -97,12 +96,9 @@ class DividedSequence:
         """Sorts the positions of ``x`` along ``dim``. ``x`` has the pieces of all ranks, in order of rank."""
         chunks = [chunk for piece in self.pieces for chunk in piece]
         parts = torch.split(x, [len(chunk) for chunk in chunks], dim)
-        return torch.cat([parts[place] for place in _ascending(chunks)], dim)
+        ascending = sorted(range(len(chunks)), key=lambda place: chunks[place].start)
+        return torch.cat([parts[place] for place in ascending], dim)
 
     def by_rank(self, x: Tensor, dim: int) -> list[Tensor]:
         """Cuts a whole ``x`` into a tensor for each rank: the inverse of :meth:`in_order`."""
         return [self.part(x, dim, rank) for rank in range(self.group.size())]
-
-
-def _ascending(chunks: Sequence[range]) -> list[int]:
-    return sorted(range(len(chunks)), key=lambda place: chunks[place].start)

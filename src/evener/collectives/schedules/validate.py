@@ -37,7 +37,9 @@ class _Replay:
         self.held = [[rank] * schedule.chunks for rank in range(self.world_size)]
 
     def run(self) -> None:
-        _check_bounds(self.schedule.bounds)
+        bounds = self.schedule.bounds
+        if bounds[0] != 0 or bounds[-1] != 1 or (np.diff(bounds) <= 0).any():
+            raise ValueError(f"chunks must divide the buffer from 0 to 1, got bounds {bounds}")
         for number, round_ in enumerate(self.schedule.rounds()):
             self._check_range(number, round_)
         for stretch in self.schedule.stretches:
@@ -100,11 +102,6 @@ class _Replay:
 
 def _first(ranks: int) -> int:
     return (ranks & -ranks).bit_length() - 1
-
-
-def _check_bounds(bounds: Floats) -> None:
-    if bounds[0] != 0 or bounds[-1] != 1 or (np.diff(bounds) <= 0).any():
-        raise ValueError(f"chunks must divide the buffer from 0 to 1, got bounds {bounds}")
 
 
 def _check_alike(stretch: Stretch, bounds: Floats) -> None:

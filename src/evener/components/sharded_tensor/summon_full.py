@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import nn
 
 from evener.components.sharded_tensor.local import as_held
 from evener.components.sharded_tensor.shard_spec import divided
@@ -30,8 +30,5 @@ def undivided(model: nn.Module, mesh: Mesh) -> Iterator[None]:
             own_parameters(module)[name] = part
             whole = wholes.pop(part, None)
             if whole is not None and whole.grad is not None:
-                _add_gradient(part, as_held(piece.part(whole.grad), part))
-
-
-def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                gradient = as_held(piece.part(whole.grad), part)
+                part.grad = gradient if part.grad is None else part.grad + gradient

@@ -68,7 +68,8 @@ class Assessment:
             if predictions is not None and labelled and self.compute_metrics is not None:
                 further = self._further(engine, dataset, kept)
                 metrics = self.compute_metrics(EvalPrediction(predictions, labels, **further))
-            metrics = _named(prefix, {**denumpify_detensorize(metrics), **_loss_in(examined)})
+            loss = {name: value for name, value in examined.metrics.items() if name == "loss"}
+            metrics = _named(prefix, {**denumpify_detensorize(metrics), **loss})
             rounds = -(-examined.samples // (self.batch_size * engine.session.world_size))
             metrics |= speed_metrics(prefix, began, num_samples=examined.samples, num_steps=rounds)
         metrics = engine.session.control.broadcast_object(metrics)
@@ -153,10 +154,6 @@ def notify_observers(engine: Engine, metrics: dict[str, Any], samples: int, seco
     }
     epoch = max(0, engine.progress.epoch - (engine.progress.position == 0))
     engine.observers.evaluation(EvaluationRecord(engine.steps_done, epoch, kept, samples, seconds))
-
-
-def _loss_in(examined: EvaluationResult) -> dict[str, float]:
-    return {name: value for name, value in examined.metrics.items() if name == "loss"}
 
 
 def _named(prefix: str, metrics: dict[str, Any]) -> dict[str, Any]:

@@ -92,12 +92,9 @@ def add_gradients(models: Sequence[nn.Module], home: int) -> None:
         for parameter in row:
             parameter.grad = None
         if found:
-            terms = (widened(async_copy.move_tensor(grad, own.device)) for grad in _dense_first(found))
+            dense_first = sorted(found, key=lambda gradient: gradient.is_sparse)
+            terms = (widened(async_copy.move_tensor(grad, own.device)) for grad in dense_first)
             own.grad = reduce(_sum, terms).to(own.dtype)
-
-
-def _dense_first(gradients: list[Tensor]) -> list[Tensor]:
-    return sorted(gradients, key=lambda gradient: gradient.is_sparse)
 
 
 def _sum(total: Tensor, gradient: Tensor) -> Tensor:

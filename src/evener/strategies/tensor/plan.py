@@ -167,7 +167,7 @@ def _given(
 def _use(entry: str, words: str) -> LayerPlan:
     word, *numbers = words.split(":")
     fits = word in WORDS and len(numbers) <= _NUMBERS.get(word, 0)
-    if not fits or not all(_is_number(number, word) for number in numbers):
+    if not fits or not all(n.isdecimal() and (int(n) > 0 or word == "sequence") for n in numbers):
         raise ConfigurationError(
             f"plan: {entry!r} is not NAME=WORD with one of the words {', '.join(WORDS)}, or colwise:UNIT, "
             "colwise:UNIT:BLOCKS, rowwise:UNIT or sequence:DIM"
@@ -175,10 +175,6 @@ def _use(entry: str, words: str) -> LayerPlan:
     if word == "sequence":
         return LayerPlan(word, dim=int(numbers[0]) if numbers else 1)
     return LayerPlan(word, *map(int, numbers))
-
-
-def _is_number(number: str, word: str) -> bool:
-    return number.isdecimal() and (int(number) > 0 or word == "sequence")
 
 
 def _check_use(name: str, use: LayerPlan, module: nn.Module) -> None:

@@ -134,7 +134,7 @@ def estimate_ranks(
         before = len(waiting), mail.sent
         for rank in tuple(waiting):
             try:
-                with _quiet():
+                with warnings.catch_warnings(action="ignore"):  # the run itself would show them
                     found[rank] = estimate_rank(task, config, rank, world_size, place, mail)
             except NotYetSentError:
                 continue
@@ -149,11 +149,6 @@ def estimate_ranks(
             )
         waiting.reverse()  # the last rank sends gradients back first
     return [found[rank] for rank in ranks]
-
-
-def _quiet() -> warnings.catch_warnings:
-    """Suppresses warnings, which the run itself would show."""
-    return warnings.catch_warnings(action="ignore")
 
 
 def _unlike(config: RunConfig, kind: str, ranks: int) -> bool:

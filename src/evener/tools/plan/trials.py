@@ -22,7 +22,6 @@ from evener.distributed.launch.launch import launch
 from evener.distributed.session import Session
 from evener.errors import EvenerError
 from evener.strategies.ddp import DdpSum
-from evener.strategies.interfaces import Stepper
 from evener.strategies.pipeline.stepper import PipelineStepper
 from evener.strategies.synchronizer import Synchronizer
 from evener.tools.plan.candidates import Candidate
@@ -163,10 +162,10 @@ def _one(
                     spare = seconds[1] - (time.perf_counter() - began)
                     left = session.control.broadcast_object(steps_in(min(seconds[0], spare), taken[-1]) - 1)
         counted = [step.record() for step in records[WARM_STEPS:]]
-        whole = max(
-            each.samples for each in counted
-        )  # the last batch of an epoch is smaller, and so is a small set
+        # The last batch of an epoch is smaller, and so is a small set.
+        whole = max(each.samples for each in counted)
         kept = [place for place, each in enumerate(counted) if each.samples == whole]
+        stepper = engine.learner.stepper
         return Trial(
             candidate,
             whole,
@@ -176,7 +175,7 @@ def _one(
             _medians([counted[place].input_seconds for place in kept]),
             setup,
             *_sums_of(engine.learner.synchronizer),
-            pieces=_pieces_of(engine.learner.stepper),
+            pieces=stepper.pieces if isinstance(stepper, PipelineStepper) else 1,
             retries=sum(int(each) for step in records for each in step.retries),
         )
 
@@ -186,10 +185,6 @@ def _sums_of(synchronizer: Synchronizer) -> tuple[int, int]:
     if not isinstance(synchronizer, DdpSum):
         return 0, 0
     return synchronizer.bucket_bytes, synchronizer.gradient_nbytes
-
-
-def _pieces_of(stepper: Stepper) -> int:
-    return stepper.pieces if isinstance(stepper, PipelineStepper) else 1
 
 
 def _medians(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:

@@ -151,7 +151,7 @@ def _cause_of_loss(runs: ScriptRuns, parting: Parting) -> str:
         )
     if runs.divided[0].dropouts or runs.reference.events[parting.event].drew:
         return _of_drawing(runs)
-    if _had_step(runs, parting):
+    if any(event.what is What.STEP for event in runs.reference.events[: parting.event]):
         return (
             f"{_padding(runs, parting)}all events before agree, so look at what changed the weights or the samples "
             "since the last update, at a queue or a memory of earlier rows, which must be those of all ranks "
@@ -319,10 +319,6 @@ def _since_last_step(record: Record, event: int) -> list[Event]:
         if each.what in (What.BACKWARD, What.GRAD):
             found.insert(0, each)
     return found
-
-
-def _had_step(runs: ScriptRuns, parting: Parting) -> bool:
-    return any(event.what is What.STEP for event in runs.reference.events[: parting.event])
 
 
 def _parted_ranks(runs: ScriptRuns, parting: Parting) -> bool:

@@ -212,14 +212,10 @@ def _inside(value: Any, name: str, seen: set[int], depth: int) -> Parts:
         parts = {f"{name}[{place}]": entry for place, entry in enumerate(value[:_MOST_ENTRIES])}
     elif isinstance(value, set | frozenset):
         yield f"the members of {name}", str(sorted(str(each) for each in value if isinstance(each, _PLAIN)))
-    elif _is_looked_into(value) or depth == 1:
+    elif isinstance(value, nn.Module | torch.optim.lr_scheduler.LRScheduler) or depth == 1:
         parts = {f"{name}.{key}": entry for key, entry in _attributes(value).items()}
     for part, entry in parts.items():
         yield from _parts(entry, part, seen, depth)
-
-
-def _is_looked_into(value: Any) -> bool:
-    return isinstance(value, nn.Module | torch.optim.lr_scheduler.LRScheduler)
 
 
 def _attributes(value: Any) -> dict[str, Any]:

@@ -130,12 +130,12 @@ class CommonRandom:
         """
         start, self._watched.seeding = self._watched.seeding, None
         seed = self._default.initial_seed()
-        if start is not None and seed != _seed_of(start):
+        if start is not None and seed != torch.Generator().set_state(start).initial_seed():
             start = None  # restored unnoticed, or set again
         if start is None:
             if seed in self._known:
                 return
-            start = _seeded(seed)  # by ``torch.default_generator`` itself
+            start = torch.Generator().manual_seed(seed).get_state()  # by ``torch.default_generator`` itself
         own = self._default.get_state()
         rows = self.exchange(float(_sum_of(own)), float(_sum_of(start)))
         self._known = {seed}
@@ -184,14 +184,6 @@ class CommonRandom:
 
 def _sum_of(state: Tensor) -> int:
     return zlib.crc32(state.numpy().tobytes())
-
-
-def _seeded(seed: int) -> Tensor:
-    return torch.Generator().manual_seed(seed).get_state()
-
-
-def _seed_of(state: Tensor) -> int:
-    return torch.Generator().set_state(state).initial_seed()
 
 
 def apart(seed: int, rank: int) -> torch.Generator:

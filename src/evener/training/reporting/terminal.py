@@ -61,7 +61,7 @@ class Terminal(Observer):
             unit="step",
             dynamic_ncols=True,
             bar_format=_bar_format(run.total_steps),
-            colour="green" if _is_coloured(os.environ) else None,
+            colour=None if os.environ.get("NO_COLOR") else "green",  # as no-color.org says
         )
         self._ranks = tqdm(
             file=self._stream,
@@ -173,11 +173,6 @@ def _is_live(stream: Any, environment: Mapping[str, str]) -> bool:
     return bool(stream.isatty()) and environment.get("TERM") != "dumb" and not environment.get("CI")
 
 
-def _is_coloured(environment: Mapping[str, str]) -> bool:
-    """Returns True unless NO_COLOR is set and not empty, as no-color.org says."""
-    return not environment.get("NO_COLOR")
-
-
 def _bar_format(total_steps: int | None) -> str:
     """Returns the format of the bar. What matters most comes first, because a narrow terminal cuts off the end."""
     if total_steps is None:
@@ -244,7 +239,7 @@ def summary_text(summary: RunSummary) -> str:
     devices = ", ".join(sorted(set(summary.devices)))
     skipped = f"; {counted(summary.skipped_steps, 'step')} left out" if summary.skipped_steps else ""
     metrics = "".join(f"\n  {name:<9} {value:.4f}" for name, value in summary.metrics.items())
-    trained = not _took_no_step(summary)
+    trained = bool(summary.samples_in_seconds) or not math.isnan(summary.final_loss)
     taken = f"{counted(summary.steps, 'step')}, {counted(summary.epochs, 'epoch')}"
     lines = [
         f"{'stopped' if summary.interrupted else 'trained'} {summary.task} with {summary.strategy} "
@@ -290,11 +285,6 @@ def summary_text(summary: RunSummary) -> str:
         balance_text(summary),
     )
     return "\n".join([*lines, *(f"  {line}" for line in further if line)])
-
-
-def _took_no_step(summary: RunSummary) -> bool:
-    """Returns True if the run resumed where nothing was left, or was stopped at once."""
-    return not summary.samples_in_seconds and math.isnan(summary.final_loss)
 
 
 def _samples_text(summary: RunSummary) -> str:
