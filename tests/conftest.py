@@ -71,9 +71,8 @@ def pytest_configure() -> None:
     hypothesis.settings.register_profile("untimed", deadline=None)  # other programs may run meanwhile
     hypothesis.settings.load_profile("untimed")
     torch.set_num_threads(1)
-    os.environ.setdefault(
-        "EVENER__FIRST_WORD_SECONDS", "inf"
-    )  # a busy machine is slow, and tests read all words
+    # A busy machine is slow, and tests read all words.
+    os.environ.setdefault("EVENER__FIRST_WORD_SECONDS", "inf")
     # A shell starts what it leaves in the background so that it ignores these, and so would all that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)

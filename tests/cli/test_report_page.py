@@ -150,9 +150,8 @@ def test_the_command_ends_at_ctrl_c(run: Path) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", int(port[1]), timeout=30)
         connection.request("GET", "/report.json")
         assert connection.getresponse().read().startswith(b"{")
-        idle = socket.create_connection(
-            ("127.0.0.1", int(port[1]))
-        )  # a viewer that asks nothing holds nothing up
+        # A viewer that asks nothing holds nothing up.
+        idle = socket.create_connection(("127.0.0.1", int(port[1])))
         os.kill(process.pid, signal.SIGINT)
         _, error = process.communicate(timeout=30)
         idle.close()

@@ -113,9 +113,8 @@ def copied_of_what_was_summed() -> int:
 
 
 def test_terms_in_rooms_are_added_where_they_lie(ranks: Any) -> None:
-    assert (
-        ranks(3).run(copied_of_what_was_summed) == [1] * 3
-    )  # of the turn in which one rank had memory of its own
+    # Of the turn in which one rank had memory of its own.
+    assert ranks(3).run(copied_of_what_was_summed) == [1] * 3
 
 
 def more_rooms_than_there_are() -> None:

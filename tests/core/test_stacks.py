@@ -85,9 +85,8 @@ def wait_beside_work() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_of_who_waits_in_native_code_no_other_thread_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        stacks, "_PYTHON_SIGNAL", stacks._NATIVE_SIGNAL
-    )  # as if there were no answer to the first
+    # As if there were no answer to the first.
+    monkeypatch.setattr(stacks, "_PYTHON_SIGNAL", stacks._NATIVE_SIGNAL)
     with child(wait_beside_work) as pid:
         found = threads_of(pid)
         assert " in wait_beside_work" in found

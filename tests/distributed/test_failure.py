@@ -190,7 +190,6 @@ def test_a_failure_that_the_launcher_cannot_be_told_is_said_on_the_spot(
 def test_a_full_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     error = raised(OSError(errno.ENOSPC, "No space left on device"))
     assert "make room on the device" in str(failure_of(error, 0).to_error())
-    monkeypatch.setattr(
-        "evener.distributed.failure._SEMAPHORES", Path(__file__).name
-    )  # the error names no file
+    # The error names no file.
+    monkeypatch.setattr("evener.distributed.failure._SEMAPHORES", Path(__file__).name)
     assert "No space left on device: /dev/shm, where workers" in str(failure_of(error, 0).to_error())

@@ -192,9 +192,8 @@ def test_a_machine_that_dies_while_it_joins_leaves_no_trace(
     if moment == "it waits":
         rehearsal.waits(lambda: any(note.endswith(" comes") for note in rehearsal.notes))
     else:
-        rehearsal.waits(
-            lambda: len(psutil.Process(dying.pid).children()) > 1
-        )  # the first one starts the others
+        # The first one starts the others.
+        rehearsal.waits(lambda: len(psutil.Process(dying.pid).children()) > 1)
     dying.kill()
     end(dying)
     before = len(rehearsal.records("step"))
@@ -269,9 +268,8 @@ def test_a_rank_that_dies_while_it_joins_costs_no_step(
     assert asked.status == 0, asked.err
     rehearsal.goes_on(1)
     launcher = psutil.Process(program.pid)
-    before = set(
-        launcher.children()
-    )  # also those of ranks that have left, until the launcher starts another one
+    # Also those of ranks that have left, until the launcher starts another one.
+    before = set(launcher.children())
     asking = start_command("resize", rehearsal.run, "3")
     rehearsal.waits(lambda: len(set(launcher.children()) - before) == 2)  # so that the first one runs
     min(set(launcher.children()) - before, key=lambda child: child.create_time()).kill()

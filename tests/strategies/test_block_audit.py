@@ -159,9 +159,8 @@ def test_an_audited_training_has_the_same_bits_and_no_alarm(
     audited = ranks(2).run(trained, task, audit=0.6, **shares)
     assert {message for _, message, _, _ in audited} == {""}
     assert {digest for digest, *_ in audited} == {digest for digest, *_ in plain}
-    assert len({digest for digest, *_ in audited}) == (
-        2 if "strategy" in settings else 1
-    )  # of a rank's own rows
+    # Of a rank's own rows.
+    assert len({digest for digest, *_ in audited}) == (2 if "strategy" in settings else 1)
     assert all(blocks > 10 for *_, blocks in audited)
 
 

@@ -319,9 +319,8 @@ def test_a_whole_run_and_what_it_tells(ranks: Any, tmp_path: Path) -> None:
         assert summary.samples == SAMPLES
         assert summary.shares == pytest.approx([32 / 41, 32 / 41, 9 / 41, 9 / 41])
         text = summary_text(summary)
-        rows = [
-            row for row in text.splitlines() if re.match(r" +\d +[\d.]+%", row)
-        ]  # others tell of a busy machine
+        # Others tell of a busy machine.
+        rows = [row for row in text.splitlines() if re.match(r" +\d +[\d.]+%", row)]
         assert [re.findall(r"[\d.]+%", row) for row in rows] == [
             ["78.0%"],
             ["78.0%"],

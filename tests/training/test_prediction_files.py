@@ -45,9 +45,8 @@ def test_arrays_by_name() -> None:
     with np.load("out.npz") as found:
         assert sorted(found.files) == ["a", "b.0", "b.1.c"]
         assert found["b.1.c"].tolist() == [True, False, True]
-    write_outputs(
-        Path("own.npz"), {"file": NUMBERS, "allow_pickle": NUMBERS}
-    )  # as arguments of np.savez are called
+    # As arguments of np.savez are called.
+    write_outputs(Path("own.npz"), {"file": NUMBERS, "allow_pickle": NUMBERS})
     with np.load("own.npz") as found:
         assert sorted(found.files) == ["allow_pickle", "file"]
 

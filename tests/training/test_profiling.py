@@ -85,9 +85,8 @@ def test_each_rank_traces_what_its_strategy_does(ranks: Callable[[int], RankPool
             assert (said["distributedInfo"]["rank"], said["distributedInfo"]["world_size"]) == (rank, 2)
             assert said["evener"]["steps"] == [3, 4]
     server = names(tmp_path / "asynchronous/profile/step-3/rank0.json.gz")
-    assert (
-        "evener::merge of the parameter server" in server
-    )  # also from the thread that serves the other rank
+    # Also from the thread that serves the other rank.
+    assert "evener::merge of the parameter server" in server
 
 
 def test_no_range_is_made_unless_a_profiler_records(tmp_path: Path) -> None:

@@ -153,9 +153,8 @@ def _header(entries: Mapping[str, TensorStorageMetadata], about: Mapping[str, st
 def _read(
     found: checkpoint.StoredCheckpoint, name: str, entry: TensorStorageMetadata, average: bool = False
 ) -> Tensor:
-    tensor = torch.zeros(
-        entry.size, dtype=entry.properties.dtype
-    )  # zeros: never exports uninitialised memory
+    # Zeros, so that uninitialised memory is never exported.
+    tensor = torch.zeros(entry.size, dtype=entry.properties.dtype)
     of_average = average and _AVERAGE + name in found.stored()
     found.fill({(_AVERAGE if of_average else _PREFIX) + name: tensor})
     return tensor

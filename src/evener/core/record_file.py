@@ -80,9 +80,8 @@ def _keep(
     lost = list[float]()
     with open_regular(path) as earlier:
         for number, line in enumerate(lines_of(earlier), 1):
-            if (
-                not line.endswith(b"\n") and len(line) < LONGEST_LINE
-            ):  # the run was killed while it wrote this line
+            # The run was killed while it wrote this line.
+            if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
                 break
             try:
                 record = parsed(line.decode())

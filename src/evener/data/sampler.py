@@ -28,9 +28,8 @@ Ids = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
 _ROUNDS = 8
-_BLOCK = (
-    1 << 14
-)  # positions evaluated at once, to spread the fixed cost of array operations over 16,384 samples
+# Positions evaluated at once, to spread the fixed cost of array operations over 16,384 samples.
+_BLOCK = 1 << 14
 _EPOCHS_KEPT = 4
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)  # the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)

@@ -75,9 +75,8 @@ class RangeReader:
         self._draw: Callable[[], tuple[int, range] | None] = lambda: None
         self._given: deque[tuple[int, range]] = deque()
         self._requested: deque[tuple[int, int]] = deque()  # leases with their numbers of passes
-        self._asked: deque[tuple[Ids, BatchPlan] | None] = (
-            deque()
-        )  # requests whose values were not returned yet
+        # Requests whose values were not returned yet.
+        self._asked: deque[tuple[Ids, BatchPlan] | None] = deque()
         self._values = workers.read(_OrNothing(fetch), self._requests())
         self._batches = delivery(self._filled())
 

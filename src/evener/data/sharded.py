@@ -73,9 +73,8 @@ class ShardedDataset(Dataset[Any]):
                 raise ConfigurationError(f"there are {len(self.shards)} shards, and {len(lengths)} lengths")
             for index, length in enumerate(lengths):
                 self.set_length(index, length)
-        ShardOrder(
-            1, lengths=(1,), together=together, window=window
-        )  # says what is wrong, before anything is read
+        # This says what is wrong, before anything is read.
+        ShardOrder(1, lengths=(1,), together=together, window=window)
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
         self._process = os.getpid()
 
@@ -218,9 +217,8 @@ class _OpenShard:
             return self._table[number]
         if number in self._kept:
             return self._kept[number]
-        if (
-            self._failure is not None
-        ):  # an iterator that has raised has ended: the samples behind are lost too
+        # An iterator that has raised has ended: the samples behind are lost too.
+        if self._failure is not None:
             raise self._failure
         while self._next <= number:
             try:

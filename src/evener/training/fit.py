@@ -104,9 +104,8 @@ def fit(
         )
     headcount = headcount_of(config, rendezvous) or Headcount((check_plan(config, rendezvous),))
     check_elsewhere(config)
-    if (
-        rendezvous is None or not rendezvous.is_elastic
-    ):  # otherwise it may be that of the run which this machine joins
+    # Otherwise it may be that of the run which this machine joins.
+    if rendezvous is None or not rendezvous.is_elastic:
         _refuse_taken(config)
     with (
         notebook_bar(show) as bar,

@@ -362,9 +362,8 @@ def test_the_buffer_says_how_many_samples_an_update_has(ranks: Any, buffer: int)
         else:
             assert len(sizes) <= math.ceil(SAMPLES / buffer)
             assert min(sizes) >= SAMPLES / math.ceil(SAMPLES / buffer) / 2
-    assert found[3][-1] == pytest.approx(
-        0.02 * 0.95 ** (2 * math.ceil(SAMPLES / 12))
-    )  # it counts samples, not updates
+    # It counts samples, not updates.
+    assert found[3][-1] == pytest.approx(0.02 * 0.95 ** (2 * math.ceil(SAMPLES / 12)))
 
 
 class BadOnRankOne(Words):

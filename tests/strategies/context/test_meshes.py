@@ -73,9 +73,8 @@ class Repeated(Ordinary):
 
 
 def heads(**options: Any) -> Task:
-    return task(
-        lambda: Model(lambda: Layer(**options)), shortest=6
-    )  # one position a rank would not tell a mask
+    # One position a rank would not tell a mask.
+    return task(lambda: Model(lambda: Layer(**options)), shortest=6)
 
 
 def scores() -> Task:

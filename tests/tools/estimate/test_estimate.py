@@ -214,9 +214,8 @@ def test_a_model_is_estimated_that_is_larger_than_what_there_is() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     estimate = evener.estimate_memory(task, strategy="sharded", processes=2, device="cpu")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
-    assert (
-        estimate.peak > 2.5 * wide * wide * 4
-    )  # weights, gradients and two moments, halves, and gathered ones
+    # Weights, gradients and two moments, halves, and gathered ones.
+    assert estimate.peak > 2.5 * wide * wide * 4
 
 
 def test_nothing_is_left_of_an_estimate() -> None:

@@ -56,9 +56,8 @@ class Graph(torch.nn.Linear):
     def __init__(self) -> None:
         super().__init__(6, 3)
         self.register_buffer("edges", torch.eye(6).to_sparse())
-        with warnings.catch_warnings(
-            action="ignore", category=UserWarning
-        ):  # compressed ones are said to be beta
+        # Compressed ones are said to be beta.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
             self.register_buffer("compressed", torch.eye(6).to_sparse_csr())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

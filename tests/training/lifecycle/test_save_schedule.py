@@ -337,9 +337,8 @@ def fills_the_disk(path: Path) -> str:
     """PyTorch's writer raises a RuntimeError, whose cause does not travel from rank to rank."""
     wide = lambda: nn.Sequential(nn.Linear(6, 9000), nn.Linear(9000, 3))  # noqa: E731
     with Engine(tasks._task(model=wide), device="cpu", steps=2) as engine:
-        engine.save(
-            path.with_name("before")
-        )  # the ranks' group for saving meets by a file, which may be longer
+        # The ranks' group for saving meets by a file, which may be longer.
+        engine.save(path.with_name("before"))
         with room(100_000), pytest.raises(CheckpointError) as caught:
             engine.save(path)
         return str(caught.value)

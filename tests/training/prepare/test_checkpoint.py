@@ -26,9 +26,8 @@ def halves(path: str, stop: int | None, resume: bool) -> tuple[Weights, list[flo
     told, steps = [], 0
     if resume:
         found = evener.load(path, **parts)
-        evener.save(
-            path, **parts, steps=found["steps"]
-        )  # before a pass begins, the place is the one that was loaded
+        # Before a pass begins, the place is the one that was loaded.
+        evener.save(path, **parts, steps=found["steps"])
         evener.load(path, **parts)
         steps = found["steps"]
     while loop.loader.epoch < 3:

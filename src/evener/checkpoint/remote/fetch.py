@@ -186,9 +186,8 @@ def merge(files: RemoteFiles, base: Path, tell: Callable[[str], object], records
             _move_aside(base, tell)
     with storage_errors(f"{base}, where {url_of(base)} is kept, cannot be written"):
         if MARK not in sizes:
-            folder.clear(
-                base / folder.CHECKPOINTS
-            )  # also remains of killed saves: no run of here marks them now
+            # Also remains of killed saves: no run of here marks them now.
+            folder.clear(base / folder.CHECKPOINTS)
         pointers = [f"{place}{name}" for place in ("", f"{folder.CHECKPOINTS}/") for name in POINTERS]
         for name in (*SMALL, *pointers):
             (base / name).parent.mkdir(parents=True, exist_ok=True)

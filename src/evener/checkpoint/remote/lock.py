@@ -89,9 +89,8 @@ class RemoteLock:
         if found:
             self._say(f"the lock of {self._files.url} is taken over from a run that has died ({label})")
         self._files.write(LOCK, self._content())
-        time.sleep(
-            min(1.0, PATIENCE_SECONDS / 10)
-        )  # another may take it over in the same moment: the last has it
+        # Another may take it over in the same moment: the last has it.
+        time.sleep(min(1.0, PATIENCE_SECONDS / 10))
 
     def _holder(self) -> dict[str, Any]:
         """Returns the content of the lock; empty if there is none."""

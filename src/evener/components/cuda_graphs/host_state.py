@@ -189,10 +189,11 @@ class HostState:
     def _of_module(self, name: str, module: nn.Module) -> _Named:
         inside = vars(module)
         before = {key: value for key, value in inside.items() if key not in _ALWAYS}
+        # Of two keys at least it returns a tuple.
         size, entries = (
             len(inside),
             itemgetter(*before, "training"),
-        )  # of two keys at least it returns a tuple
+        )
 
         def read() -> Any:
             try:

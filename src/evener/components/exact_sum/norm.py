@@ -48,9 +48,8 @@ def _squares(
 ) -> Tensor:
     """Returns the sums of both digits of the squares of this rank's elements."""
     bits, exponent = max(1, elements.bit_length()), 2 * math.frexp(top)[1]
-    high = (
-        bits + exponent - 52
-    )  # the sum is at most 2**52 of these, and so is that of the rests, at most half of one
+    # The sum is at most 2**52 of these, and so is that of the rests, at most half of one.
+    high = bits + exponent - 52
     numbers = [magic(unit) for unit in (high, high + bits - 53)]
     found = [torch.zeros(2, dtype=torch.float64, device=device)]
     for parameter in parameters:

@@ -108,9 +108,8 @@ class OffloadState:
 
 def _check_devices(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     kinds = {local(p).device.type for group in optimizer.param_groups for p in group["params"]}
-    if (
-        kinds - {"meta"} and device.type not in kinds
-    ):  # weights that other ranks update are on the meta device
+    # Weights that other ranks update are on the meta device.
+    if kinds - {"meta"} and device.type not in kinds:
         raise ConfigurationError(
             "offload optimizer: with the option offload of strategy 'sharded' the weights are in the memory of the "
             "host already, and the state of their optimizer with them: leave one of both out"

@@ -62,9 +62,8 @@ class Phase:
             self._range.__exit__(None, None, None)
 
     def _explain(self, error: BaseException) -> None:
-        if asked() is not None or not is_communication_error(
-            error
-        ):  # a run that is to stop has no time for it
+        # A run that is to stop has no time for it.
+        if asked() is not None or not is_communication_error(error):
             return
         self._watchdog.place = self._place._replace(waits=True)
         explained = self._watchdog.explain(error)

@@ -92,9 +92,8 @@ class Resident:
         self._status = os.open("/proc/self/status", os.O_RDONLY)
         self._clear = -1
         if resets:
-            with suppress(
-                OSError
-            ):  # if this is not permitted, the peak is that since the start of the process
+            # If this is not permitted, the peak is that since the start of the process.
+            with suppress(OSError):
                 self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
 
     def lap(self) -> Lap:

@@ -154,9 +154,8 @@ class Flow(DispatchMode):
                 )
             return leaf
         with self.unseen():
-            fresh = (
-                leaf.detach().requires_grad_(leaf.requires_grad).clone()
-            )  # not a leaf: in-place writes to a leaf are forbidden
+            # Not a leaf: in-place writes to a leaf are forbidden.
+            fresh = leaf.detach().requires_grad_(leaf.requires_grad).clone()
         self._mark([fresh], _Mark(frozenset({number})))
         self._results.append(fresh)
         return fresh

@@ -189,9 +189,8 @@ class ZeroSum(Reducer):
         self._wholes.barrier()  # other ranks may still read, in backward, the weights that this rank will update
         self._over = True
         if not self._all_sound(told):
-            return tuple(
-                weight.name for weight in self._all
-            )  # leads to an error that names the rank with a number that is not finite
+            # This leads to an error that names the rank with a number that is not finite.
+            return tuple(weight.name for weight in self._all)
         given |= self._round.given
         return tuple(w.name for w in self._all if w not in given and w.name not in earlier)
 

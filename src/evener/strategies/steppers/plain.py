@@ -42,9 +42,8 @@ class Plain(Stepper):
             totals = self._passes(batch.micro_batches, divisor, step)
             missing = synchronizer.complete()
         if learner.exact is not None and not any(micro.weight for micro in batch.micro_batches):
-            missing = tuple(
-                learner.names[p] for p in learner.trained.first
-            )  # which got zeros from a placeholder
+            # They got zeros from a placeholder.
+            missing = tuple(learner.names[p] for p in learner.trained.first)
         return StepOutcome(
             totals=tuple(totals),
             missing=missing,

@@ -61,9 +61,8 @@ def _fitting(index: BinaryIO, records: BinaryIO) -> int:
         return 0
     number = (os.fstat(index.fileno()).st_size - len(MAGIC)) // ROW.size
     low = 0
-    while (
-        low < number
-    ):  # the last lines may have come since the records were opened, or are not in a copy of them
+    # The last lines may have come since the records were opened, or are not in a copy of them.
+    while low < number:
         middle = (low + number) // 2
         if _line_of(_rows(index, middle, 1)[0], records):
             low = middle + 1

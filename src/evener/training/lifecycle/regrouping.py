@@ -43,9 +43,8 @@ class Regrouping:
 
     def __init__(self, session: Session, run_dir: Path) -> None:
         launcher = os.environ.get(RUN_DIR)
-        is_its_rank = os.environ.get(LAUNCHER_PID) == str(
-            os.getppid()
-        )  # and not a program that a rank has started
+        # A program that a rank has started has another parent.
+        is_its_rank = os.environ.get(LAUNCHER_PID) == str(os.getppid())
         self._bounds = Bounds.from_environment() if launcher and is_its_rank else None
         self._session, self._run_dir, self._launcher = session, run_dir, Path(launcher or "")
         self._looked = 0.0

@@ -251,9 +251,8 @@ class Saving:
         best, steps = self._best, self._engine.steps_done
         if best.metric and not self._is_awaited(best.metric, metrics) and best.is_better(metrics):
             earlier = best.state_dict()
-            best.set(
-                metrics, steps
-            )  # first, for the checkpoint: the run may die before the pointer is written
+            # First, for the checkpoint: the run may die before the pointer is written.
+            best.set(metrics, steps)
             self._bearing(self.end)
             if self._saved_at != steps:
                 best.load_state_dict(earlier)

@@ -362,9 +362,8 @@ def _check_optimizers(
             "model that was given: give evener.prepare the model before, or in the same call; make a tensor that is in "
             "none, such as a temperature, an nn.Parameter, and give evener.prepare nn.ParameterList([parameter]) too"
         )
-    now = place.models[
-        len(place.models) - len(models) :
-    ]  # whose parameters may be others than those of `models`
+    # Their parameters may be others than those of `models`.
+    now = place.models[len(place.models) - len(models) :]
     own = {p: clean_name(name) for model in now for name, p in model.named_parameters()}
     left = [name for p, name in own.items() if p.requires_grad and p not in held]
     if optimizers and left:
