@@ -16,6 +16,7 @@ import evener.files
 from evener.tools.verify_script import workplace as workplaces
 from evener.tools.verify_script.link_guard import links_guarded
 from evener.tools.verify_script.workplace import workplace
+from tests.warm import alone_in
 
 
 @pytest.fixture
@@ -23,12 +24,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory whose files and directories are all too large to be copied."""
     monkeypatch.setattr(workplaces, "_MOST_FILES", 1)
     monkeypatch.setattr(workplaces, "_MOST_BYTES", 3)
-    home = tmp_path / "project" / "experiment"
+    home = alone_in(tmp_path) / "experiment"
     (home / "many" / "inner").mkdir(parents=True)
     (home / "many" / "model.pt").write_text("mine")
     (home / "many" / "inner" / "model.pt").write_text("mine")
     (home / "model.pt").write_text("mine")
-    (tmp_path / "project" / "log").write_text("mine")
+    (home.parent / "log").write_text("mine")
     monkeypatch.chdir(home)
     return home
 
