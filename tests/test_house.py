@@ -32,6 +32,10 @@ BARE = {"of", "put", "take", "look", "meet", "own", "come", "gave"}
 WHOLE = {"conformance", "faults", "zoo"}
 """Directories of tests that are of no single room: all strategies by all models, injected faults, public models."""
 FILES = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
+LOOKED_AT = (
+    *(ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef),
+    *(ast.Name, ast.Attribute, ast.Call),
+)
 ROOMS = {path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file()}
 
 
@@ -41,8 +45,14 @@ def modules() -> dict[str, ast.Module]:
     return {name.removesuffix(".__init__"): ast.parse(path.read_text()) for name, path in FILES.items()}
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+@cache
+def nodes(name: str) -> list[ast.AST]:
+    """All nodes of a module that a test looks at. Walking through all trees takes a second."""
+    return [node for node in ast.walk(modules()[name]) if isinstance(node, LOOKED_AT)]
+
+
+def imported(name: str) -> Iterator[str]:
+    for node in nodes(name):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "evener")
         elif isinstance(node, ast.ImportFrom):
@@ -57,9 +67,9 @@ def edges() -> list[tuple[str, str]]:
     """Every module with each that it imports, but for the package itself, which knows the homes of public names."""
     return [
         (name, found)
-        for name, tree in modules().items()
+        for name in modules()
         if name != "evener"
-        for found in sorted(set(imported(tree)) - {name})
+        for found in sorted(set(imported(name)) - {name})
     ]
 
 
@@ -123,9 +133,9 @@ def test_nothing_is_imported_inside_of_functions() -> None:
     """But what takes PyTorch a second to import, and most processes do not need."""
     lazy = [
         f"{name}:{inner.lineno}"
-        for name, tree in modules().items()
+        for name in modules()
         if name != "evener" and not name.startswith("evener.cli")
-        for node in ast.walk(tree)
+        for node in nodes(name)
         if isinstance(node, ast.FunctionDef)
         for inner in ast.walk(node)
         if isinstance(inner, ast.Import | ast.ImportFrom)
@@ -160,9 +170,9 @@ def is_name(node: ast.AST, *names: str) -> bool:
     return isinstance(node, ast.Name) and node.id in names
 
 
-def own_names(tree: ast.AST) -> Iterator[str]:
+def own_names(module: str) -> Iterator[str]:
     """What a module defines: functions, classes, variables, and attributes of ``self``."""
-    for node in ast.walk(tree):
+    for node in nodes(module):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -175,9 +185,9 @@ def private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def private_names(module: str) -> Iterator[tuple[int, str]]:
     """Attributes and imports that begin with one underscore, and what is looked up by such a name."""
-    for node in ast.walk(tree):
+    for node in nodes(module):
         if isinstance(node, ast.Attribute) and private(node.attr):
             yield node.lineno, node.attr
         elif isinstance(node, ast.ImportFrom):
@@ -189,12 +199,12 @@ def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_private_names_of_others_are_borrowed_in_one_place() -> None:
-    own = {name for tree in modules().values() for name in own_names(tree)} | WORDS_OF_PYTHON
+    own = {name for module in modules() for name in own_names(module)} | WORDS_OF_PYTHON
     strange = [
         f"{module}:{line} {name}"
-        for module, tree in modules().items()
+        for module in modules()
         if not module.startswith("evener.torch_internals.")
-        for line, name in private_names(tree)
+        for line, name in private_names(module)
         if private(name) and name not in own
     ]
     assert not strange, (
@@ -207,8 +217,8 @@ def test_private_names_of_others_are_borrowed_in_one_place() -> None:
 
 def test_no_class_name_is_there_twice() -> None:
     homes: dict[str, list[str]] = defaultdict(list)
-    for name, tree in modules().items():
-        for node in ast.walk(tree):
+    for name in modules():
+        for node in nodes(name):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(name)
     assert not {name: found for name, found in homes.items() if len(found) > 1}
@@ -218,8 +228,8 @@ def test_names_of_functions_have_a_noun() -> None:
     """Whoever reads a call of ``of`` or ``take`` has to look up what it gives."""
     bare = [
         f"{name}:{node.lineno} {node.name}"
-        for name, tree in modules().items()
-        for node in ast.walk(tree)
+        for name in modules()
+        for node in nodes(name)
         if isinstance(node, ast.FunctionDef) and node.name in BARE
     ]
     assert not bare

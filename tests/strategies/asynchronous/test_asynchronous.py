@@ -166,7 +166,7 @@ def test_updates_see_the_user_s_attributes_of_parameters() -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_repetition_of_the_merges_has_the_same_bits(ranks: Any, size: int) -> None:
     oldest, orders = 0, set()
-    for seed in range(5):
+    for seed in range(3):
         build = partial(stalling, seed)
         settings = {"strategy": Asynchronous(sync_every=4, staleness=3), "clip_norm": 0.5, "micro_batch": 9}
         found = on(ranks, size, build, **settings)
@@ -179,7 +179,7 @@ def test_a_repetition_of_the_merges_has_the_same_bits(ranks: Any, size: int) -> 
         oldest = max(oldest, *(age for merges in found[2] for age in ages(merges)))
         orders.add(tuple(found[2]))
     assert oldest > 0
-    assert len(orders) == 5
+    assert len(orders) == 3
 
 
 class Counting(Words):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -192,10 +192,16 @@ SHARES = {"shares": ("3,1", "5,1,0,2"), "one": (None, "3,1,0,4")}
 """Shares of two replicas, and of ranks that compute them in pairs."""
 
 
+@cache
+def trained_alone(way: str) -> tuple[dict[str, Tensor], list[float]]:
+    """One rank that computes all replicas."""
+    return trained(everything, TEAMS[way] | {"balance": SHARES.get(way, ("1,1", ""))[0]})
+
+
 @pytest.mark.parametrize("way", TEAMS)
 def test_ranks_that_compute_a_replica_together_are_the_same_training(ranks: Any, way: str) -> None:
-    of_replicas, of_ranks = SHARES.get(way, ("1,1", "3,1,0,4"))
-    alone, losses = trained(everything, TEAMS[way] | {"balance": of_replicas})
+    _, of_ranks = SHARES.get(way, ("", "3,1,0,4"))
+    alone, losses = trained_alone(way)
     for found, elsewhere in ranks(4).run(trained, everything, TEAMS[way] | {"balance": of_ranks}):
         assert worst(alone, found) < 1e-7
         assert losses == pytest.approx(elsewhere, rel=1e-7)
@@ -203,8 +209,8 @@ def test_ranks_that_compute_a_replica_together_are_the_same_training(ranks: Any,
 
 @pytest.mark.parametrize(("way", "zero"), crossed(TEAMS, [2, 3, 1], lambda _: (ALWAYS, SLOW, NIGHTLY)))
 def test_they_may_divide_its_state(ranks: Any, way: str, zero: int) -> None:
-    of_replicas, of_ranks = SHARES.get(way, ("1,1", "3,1,0,4"))
-    alone, losses = trained(everything, TEAMS[way] | {"balance": of_replicas})
+    _, of_ranks = SHARES.get(way, ("", "3,1,0,4"))
+    alone, losses = trained_alone(way)
     divided = {"strategy": replace(TEAMS[way]["strategy"], zero=zero), "balance": of_ranks}
     for found, elsewhere in ranks(4).run(trained, everything, TEAMS[way] | divided):
         assert worst(alone, found) < 1e-7

@@ -28,6 +28,12 @@ KINDS = {
     "transformer": {},
     "lstm": {"clip_norm": 0.5},
 }
+THREE = {
+    "drawn": {"balance": bits.DRAWN},
+    "small": {"balance": bits.DRAWN, "bucket_mb": 0.001, "allreduce": "ring"},
+    "tree": {"balance": "1,0,2", "allreduce": "tree"},
+}
+"""Divisions by three ranks. Each network meets one of them, and each of them meets two networks."""
 
 
 def settings_of(task: str, **more: Any) -> RunConfig:
@@ -58,29 +64,23 @@ def has_lstm_in_bf16() -> bool:
 
 
 @pytest.mark.parametrize(
-    ("task", "precision"),
+    ("task", "precision", "three"),
     [
-        *((task, None) for task in KINDS),
-        ("transformer", "bf16"),
-        *(pytest.param(task, "bf16", marks=SLOW) for task in KINDS if task != "transformer"),
+        *((task, None, three) for task, three in zip(KINDS, [*THREE, *THREE], strict=False)),
+        ("transformer", "bf16", "tree"),
+        *(pytest.param(task, "bf16", "small", marks=SLOW) for task in KINDS if task != "transformer"),
     ],
 )
 def test_networks_have_the_same_bits_on_one_to_three_ranks(
-    ranks: Any, task: str, precision: str | None
+    ranks: Any, task: str, precision: str | None, three: str
 ) -> None:
     if (task, precision) == ("lstm", "bf16") and not has_lstm_in_bf16():
         pytest.skip("PyTorch has no LSTM in bfloat16 for this processor")
     config = settings_of(task, precision=precision)
     (reference,) = traced(task, [TracedDivision("1", config.replace(strategy="single"))], Environment())
-    drawn = config.replace(balance=bits.DRAWN)
-    two = [TracedDivision("2", config)]
-    three = [
-        TracedDivision("3", drawn),
-        TracedDivision("3, small", drawn.replace(bucket_mb=0.001, allreduce="ring")),
-        TracedDivision("3, 1/0/2", config.replace(balance="1,0,2", allreduce="tree")),
-    ]
-    assert_alike(reference, ranks(2).run(traced, task, two)[0])
-    assert_alike(reference, ranks(3).run(traced, task, three)[0])
+    of_three = TracedDivision(f"3, {three}", config.replace(**THREE[three]))
+    assert_alike(reference, ranks(2).run(traced, task, [TracedDivision("2", config)])[0])
+    assert_alike(reference, ranks(3).run(traced, task, [of_three])[0])
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -42,7 +42,7 @@ class Words(nn.Module):
 
 def data(length: int) -> TensorDataset:
     drawn = torch.Generator().manual_seed(1)
-    words = torch.randint(12, (26, length), generator=drawn)
+    words = torch.randint(12, (16, length), generator=drawn)
     targets = words.roll(-1, 1).clone()
     targets[torch.rand(targets.shape, generator=drawn) < 0.3] = -100
     return TensorDataset(words, targets)
