@@ -108,7 +108,9 @@ def asked_through(around: Callable[[Backend, Any, Any], Any]) -> Iterator[None]:
     originals = [kind.__call__ for kind in classes]
 
     def asked(self: Any, graph: Any, examples: Any, *, _original: Any, **others: Any) -> Any:
-        return around(_Bound(self, partial(_original, self, **others)), graph, examples)
+        bound: Any = partial(_original, self, **others)
+        bound.compiler_name, bound.config = self.compiler_name, getattr(self, "config", {})
+        return around(bound, graph, examples)
 
     for kind, original in zip(classes, originals, strict=True):
         kind.__call__ = partialmethod(asked, _original=original)
@@ -117,15 +119,3 @@ def asked_through(around: Callable[[Backend, Any, Any], Any]) -> Iterator[None]:
     finally:
         for kind, original in zip(classes, originals, strict=True):
             kind.__call__ = original
-
-
-class _Bound:
-    """The original backend, which ``around`` gets."""
-
-    def __init__(self, backend: Any, call: Backend) -> None:
-        self.compiler_name = backend.compiler_name
-        self.config = getattr(backend, "config", {})
-        self._call = call
-
-    def __call__(self, graph: Any, examples: Any) -> Any:
-        return self._call(graph, examples)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -32,10 +33,21 @@ def leaves_of(model: nn.Module, opened: Iterable[str]) -> tuple[str, ...]:
 @contextmanager
 def answered(leaves: Mapping[str, nn.Module], answer: Answer) -> Iterator[None]:
     """Calls ``answer`` in place of calls of these modules, inside the block."""
-    desk = _Desk(answer)
+    busy = False  # while a call is being answered
+
+    def ask(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal busy
+        if busy:
+            return forward(*args, **kwargs)
+        busy = True
+        try:
+            return answer(name, forward, args, kwargs)
+        finally:
+            busy = False
+
     places = [(vars(leaf), key) for leaf in leaves.values() for key in _REPLACED]
     before = [held.get(key) for held, key in places]
-    made = [_Asking(desk, name, getattr(leaf, key)) for name, leaf in leaves.items() for key in _REPLACED]
+    made = [partial(ask, name, getattr(leaf, key)) for name, leaf in leaves.items() for key in _REPLACED]
     for (held, key), asking in zip(places, made, strict=True):
         held[key] = asking
     try:
@@ -46,27 +58,3 @@ def answered(leaves: Mapping[str, nn.Module], answer: Answer) -> Iterator[None]:
                 del held[key]
             else:
                 held[key] = was
-
-
-class _Desk:
-    """Shared state of the intercepted modules: the answer, and whether a call is being answered."""
-
-    def __init__(self, answer: Answer) -> None:
-        self.answer, self.busy = answer, False
-
-
-class _Asking:
-    """Replacement of a method that makes the call of a module."""
-
-    def __init__(self, desk: _Desk, name: str, forward: Callable[..., Any]) -> None:
-        self._desk, self._name, self._forward = desk, name, forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        desk = self._desk
-        if desk.busy:
-            return self._forward(*args, **kwargs)
-        desk.busy = True
-        try:
-            return desk.answer(self._name, self._forward, args, kwargs)
-        finally:
-            desk.busy = False

@@ -16,6 +16,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class Trials:
             self._lighten(modules)
             self._model.eval()
             for module in modules:
-                vars(module)["forward"] = _Watched(self, module, module.forward)
+                vars(module)["forward"] = partial(self._called, module, module.forward)
             yield
 
     def _lighten(self, modules: Sequence[nn.Module]) -> None:
@@ -164,7 +165,7 @@ class Trials:
 
     # A call of a module
 
-    def called(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _called(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called in place of a module's forward."""
         acting = self._acting.get(module)
         if acting is not None:
@@ -230,14 +231,10 @@ class Trials:
         return {
             (each, key): value
             for each, module in self.modules_in(name).items()
-            if not self._is_linear(module)
+            if not (isinstance(module, nn.Linear) or is_transposed(module))
             for key, value in vars(module).items()
             if type(value) is int and not key.startswith("_")
         }
-
-    @staticmethod
-    def _is_linear(module: nn.Module) -> bool:
-        return isinstance(module, nn.Linear) or is_transposed(module)
 
     def _form(self, name: str) -> Any:
         """Returns a key that is equal for two modules if one trial holds for both."""
@@ -342,13 +339,3 @@ def _shared_places(modules: Mapping[str, nn.Module]) -> set[Place]:
             if parameter is not None:
                 holders.setdefault(id(parameter), []).append((name, key))
     return {place for places in holders.values() if len(places) > 1 for place in places}
-
-
-class _Watched:
-    """Replacement of the forward of a module."""
-
-    def __init__(self, trials: Trials, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._trials, self._module, self._forward = trials, module, forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._trials.called(self._module, self._forward, args, kwargs)

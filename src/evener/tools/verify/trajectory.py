@@ -145,8 +145,9 @@ class TrajectoryRecorder:
             held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self._early.update((p, p.grad.detach().clone()) for p in held)
             return
-        if not self._gradients:
-            self._at_first_update()
+        task = self._engine.task
+        if not self._gradients and task.penalty is not None and self._engine.session.world_size == 1:
+            self._penalty = self._of_penalty(task.penalty)
         pairs = [(name, p, self._early.get(p, p.grad)) for name, p in self._parameters()]
         self._gradients.append(
             {name: self._sketch(name, self._whole(g, p)) for name, p, g in pairs if g is not None}
@@ -155,10 +156,6 @@ class TrajectoryRecorder:
 
     def _whole(self, gradient: Tensor, parameter: Tensor) -> Tensor:
         return self._learner.whole(dense(gradient), parameter)
-
-    def _at_first_update(self) -> None:
-        if self._engine.task.penalty is not None and self._engine.session.world_size == 1:
-            self._penalty = self._of_penalty(self._engine.task.penalty)
 
     def _of_penalty(self, penalty: Callable[[nn.Module], Tensor]) -> Sketches:
         named = [(name, p) for name, p in self._parameters() if p.requires_grad]

@@ -8,14 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from evener.core.observer import Observer
 from evener.core.os_errors import storage_errors
-from evener.core.records import EvaluationRecord, RunStart, RunSummary, StepRecord
+from evener.core.records import RunStart, RunSummary
 from evener.files import replacing
 from evener.training.reporting.loggers import scalars as numbers
 
 
-class CsvFile(Observer):
+class CsvFile(numbers.NumberLogger):
     """Writes one number per line: ``steps,name,value``. ``steps`` is the number of steps taken until then.
 
     Args:
@@ -40,19 +39,13 @@ class CsvFile(Observer):
             self._known = frozenset(row for row in last if row[0] == run.steps_done)
             self._file = self._path.open("ab", buffering=0)  # what is written stays if the run is killed
 
-    def step(self, record: StepRecord) -> None:
-        self._write(record.step + 1, numbers.of_step(record))
-
-    def evaluation(self, record: EvaluationRecord) -> None:
-        self._write(record.step, numbers.of_evaluation(record))
-
     def end(self, summary: RunSummary | None) -> None:
         if self._file is not None:
             with storage_errors(f"the numbers cannot be written to {self._path}"):
                 self._file.close()
             self._file = None
 
-    def _write(self, steps: int, values: dict[str, float]) -> None:
+    def log_numbers(self, steps: int, values: dict[str, float]) -> None:
         assert self._file is not None, "the run has not begun"
         new = {name: value for name, value in values.items() if (steps, name) not in self._known}
         rows = memoryview(_text([steps, name, repr(value)] for name, value in new.items()))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from evener.core.observer import Observer
-from evener.core.records import EvaluationRecord, RunStart, RunSummary, StepRecord
+from evener.core.records import RunStart, RunSummary
 from evener.training.reporting.loggers import scalars as numbers
 
 _LONGEST = 500
 """Maximum length of a parameter that every version of MLflow accepts."""
 
 
-class MLflow(Observer):
+class MLflow(numbers.NumberLogger):
     """Logs metrics by the number of steps taken, and the settings as parameters.
 
     Args:
@@ -38,11 +37,8 @@ class MLflow(Observer):
             settings = numbers.flat(run.settings)
             library.log_params({name: str(value)[:_LONGEST] for name, value in settings.items()})
 
-    def step(self, record: StepRecord) -> None:
-        self._library.log_metrics(numbers.of_step(record), step=record.step + 1)
-
-    def evaluation(self, record: EvaluationRecord) -> None:
-        self._library.log_metrics(numbers.of_evaluation(record), step=record.step)
+    def log_numbers(self, steps: int, values: dict[str, float]) -> None:
+        self._library.log_metrics(values, step=steps)
 
     def end(self, summary: RunSummary | None) -> None:
         if self._library is not None:

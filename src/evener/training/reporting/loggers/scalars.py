@@ -5,10 +5,26 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+from abc import abstractmethod
 from typing import Any
 
+from evener.core.observer import Observer
 from evener.core.records import EvaluationRecord, StepRecord
 from evener.errors import ConfigurationError
+
+
+class NumberLogger(Observer):
+    """Passes on the numbers of steps and evaluations, each with the number of steps taken until then."""
+
+    @abstractmethod
+    def log_numbers(self, steps: int, values: dict[str, float]) -> None:
+        """Passes numbers on, by name."""
+
+    def step(self, record: StepRecord) -> None:
+        self.log_numbers(record.step + 1, of_step(record))
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self.log_numbers(record.step, of_evaluation(record))
 
 
 def of_step(record: StepRecord) -> dict[str, float]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from evener.core.observer import Observer
-from evener.core.records import EvaluationRecord, RunStart, RunSummary, StepRecord
+from evener.core.records import RunStart, RunSummary
 from evener.training.reporting.loggers import scalars as numbers
 
 
-class TensorBoard(Observer):
+class TensorBoard(numbers.NumberLogger):
     """Writes scalars by the number of steps taken, and events as text.
 
     Args:
@@ -32,12 +31,6 @@ class TensorBoard(Observer):
         rows = "\n".join(f"| {name} | {value} |" for name, value in numbers.flat(run.settings).items())
         self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", run.steps_done)
 
-    def step(self, record: StepRecord) -> None:
-        self._write(record.step + 1, numbers.of_step(record))
-
-    def evaluation(self, record: EvaluationRecord) -> None:
-        self._write(record.step, numbers.of_evaluation(record))
-
     def event(self, record: Any) -> None:
         self._writer.add_text("events", record.words, record.step)
 
@@ -45,6 +38,6 @@ class TensorBoard(Observer):
         if self._writer is not None:
             self._writer.close()
 
-    def _write(self, steps: int, values: dict[str, float]) -> None:
+    def log_numbers(self, steps: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, steps)

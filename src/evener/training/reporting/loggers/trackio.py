@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from evener.core.observer import Observer
-from evener.core.records import EvaluationRecord, RunStart, RunSummary, StepRecord
+from evener.core.records import RunStart, RunSummary
 from evener.training.reporting.loggers import scalars as numbers
 
 
-class Trackio(Observer):
+class Trackio(numbers.NumberLogger):
     """Logs numbers by the number of steps taken, and the settings as the run's config.
 
     Args:
@@ -32,11 +31,8 @@ class Trackio(Observer):
     def start(self, run: RunStart) -> None:
         self._run = numbers.needed("trackio").init(**{"config": run.settings, **self._options})
 
-    def step(self, record: StepRecord) -> None:
-        self._run.log(numbers.of_step(record), step=record.step + 1)
-
-    def evaluation(self, record: EvaluationRecord) -> None:
-        self._run.log(numbers.of_evaluation(record), step=record.step)
+    def log_numbers(self, steps: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=steps)
 
     def end(self, summary: RunSummary | None) -> None:
         if self._run is not None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from evener.core.observer import Observer
-from evener.core.records import EvaluationRecord, RunStart, RunSummary, StepRecord
+from evener.core.records import RunStart, RunSummary
 from evener.training.reporting.loggers import scalars as numbers
 
 
-class WandB(Observer):
+class WandB(numbers.NumberLogger):
     """Logs numbers by ``steps``, the number of steps taken, and the settings as the run's config.
 
     Args:
@@ -28,11 +27,8 @@ class WandB(Observer):
         self._run = numbers.needed("wandb").init(**{"config": run.settings, **self._options})
         self._run.define_metric("*", step_metric="steps")
 
-    def step(self, record: StepRecord) -> None:
-        self._run.log({"steps": record.step + 1, **numbers.of_step(record)})
-
-    def evaluation(self, record: EvaluationRecord) -> None:
-        self._run.log({"steps": record.step, **numbers.of_evaluation(record)})
+    def log_numbers(self, steps: int, values: dict[str, float]) -> None:
+        self._run.log({"steps": steps, **values})
 
     def end(self, summary: RunSummary | None) -> None:
         if self._run is not None:
