@@ -28,6 +28,7 @@ import pytest
 from markdown.extensions.toc import slugify
 
 from evener.cli.main import parser
+from evener.training.prepare import prepare as preparing
 from tests.tiers import ALWAYS, SLOW
 from tests.warm import Warm, alone_in
 
@@ -167,13 +168,22 @@ def test_what_the_readme_says_runs(tmp_path: Path, ranks: Any, monkeypatch: pyte
     ids=lambda page: page.stem,
 )
 def test_the_python_of_a_page_runs(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: Path,
+    ranks: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """What it launches runs on ranks that are up already."""
+    Warm(tmp_path, ranks, monkeypatch)
     monkeypatch.chdir(tmp_path)
     program = [b for b in blocks(page) if b.language == "python" and not b.skipped and not file_of(b)]
     text = "\n".join(b.text for b in program)
     (tmp_path / "page.py").write_text(text)
-    runpy.run_path("page.py", run_name="__main__")
+    try:
+        runpy.run_path("page.py", run_name="__main__")
+    finally:
+        preparing.end()  # or the loops of other tests in this process would be those of the page's preparation
     check_shown("".join(b.shown for b in program), capsys.readouterr().out)
 
 

@@ -29,6 +29,7 @@ from evener.training.prepare import late_checks, zero_loss
 from evener.training.prepare.first_calls import FirstCalls
 from evener.training.prepare.replicas import LoopReplicas
 from tests.ids import placeless
+from tests.tiers import ALWAYS, SLOW, crossed, spread
 from tests.training.prepare import test_kinds_of_loss as kinds
 from tests.training.prepare import test_losses_of_a_loop as of_a_loop
 from tests.training.prepare import test_prepare, test_silent_errors, test_strategies
@@ -87,13 +88,16 @@ def of_any_kind(loss: Any, step: kinds.Step, balance: str) -> Any:
 
 @pytest.mark.parametrize(
     ("loss", "step", "balance"),
-    divided(
-        (
-            *((each.__name__, (each, kinds.of_words)) for each in kinds.FUNCTIONS),
-            *((f"{n}-{each[1].__name__}", each) for n, each in enumerate(kinds.KINDS)),
-            *((each.__name__, (kinds.words, each)) for each in of_a_loop.OF_THE_LOOP),
+    spread(
+        divided(
+            (
+                *((each.__name__, (each, kinds.of_words)) for each in kinds.FUNCTIONS),
+                *((f"{n}-{each[1].__name__}", each) for n, each in enumerate(kinds.KINDS)),
+                *((each.__name__, (kinds.words, each)) for each in of_a_loop.OF_THE_LOOP),
+            ),
+            ("0,1",),
         ),
-        ("0,1",),
+        *(ALWAYS, SLOW),
     ),
 )
 def test_a_loss_of_any_kind_is_that_of_one_device(
@@ -191,7 +195,7 @@ def counting(loop: Loop, x: Tensor, y: Tensor, _: int) -> Tensor:
     return loss
 
 
-PASSES = (one, clipped, delayed, scaled, twice, counting)
+PASSES = {each.__name__: each for each in (one, clipped, delayed, scaled, twice, counting)}
 
 
 def tried_in_the_first_step(loop: Loop, x: Tensor, y: Tensor, _: int) -> Tensor:
@@ -238,10 +242,12 @@ def read_in(_: bool, run: Callable[..., Tensor]) -> list[str]:
     return [each for each in reads.found if not any(host in each for host in hosts)]
 
 
-@pytest.mark.parametrize("settings", [{}, ZERO1, ZERO3], ids=["ddp", "zero1", "zero3"])
-@pytest.mark.parametrize("run", PASSES, ids=placeless)
-def test_no_step_reads_a_number_of_its_own(ranks: Any, run: Any, settings: Any) -> None:
-    assert ranks(2).run(late, read_in, run, **settings) == [[], []]
+WAYS: dict[str, Any] = {"ddp": {}, "zero1": ZERO1, "zero3": ZERO3}
+
+
+@pytest.mark.parametrize(("run", "way"), crossed(PASSES, [*WAYS], lambda _: (ALWAYS, SLOW, SLOW)))
+def test_no_step_reads_a_number_of_its_own(ranks: Any, run: str, way: str) -> None:
+    assert ranks(2).run(late, read_in, PASSES[run], **WAYS[way]) == [[], []]
 
 
 def test_a_function_is_waited_for_when_it_is_tried(ranks: Any) -> None:
