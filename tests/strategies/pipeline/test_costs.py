@@ -104,3 +104,11 @@ def test_the_example_stays_as_it_is() -> None:
     model, arguments = Changing(), {"x": torch.ones(3, 4)}
     measure(model, read_both(model, arguments, ())[True], arguments, torch.device("cpu"), None)
     assert torch.equal(arguments["x"], torch.ones(3, 4))
+
+
+def test_layers_that_write_to_their_input_have_their_time() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.ReLU(inplace=True))
+    arguments = {"input": torch.randn(3, 4)}
+    graph = read_both(model, arguments, ())[True]
+    seconds = measure(model, graph, arguments, torch.device("cpu"), None).seconds
+    assert list(seconds) == ["0", "1", "2", "3"]

@@ -145,8 +145,8 @@ def _fill(tensor: Tensor) -> Tensor:
 def _as_input(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    copied = leaf.detach().clone()
-    return copied.requires_grad_() if leaf.is_floating_point() else copied
+    # A copy of a leaf, and no leaf: layers such as ``nn.ReLU(inplace=True)`` write to it.
+    return leaf.detach().requires_grad_(leaf.is_floating_point()).clone()
 
 
 @contextmanager
