@@ -156,4 +156,4 @@ def test_the_command_ends_at_ctrl_c(run: Path) -> None:
         _, error = process.communicate(timeout=30)
         idle.close()
     assert process.returncode == 130
-    assert error == "evener: interrupted\n"
+    assert error == "evener: interrupted by SIGINT\n"

@@ -32,6 +32,7 @@ from evener.cli.names import check_names
 from evener.cli.parsing import Parser
 from evener.core.os_errors import os_error_message
 from evener.core.stdio import guarded, open_missing, unheard
+from evener.core.stop_signals import StopSignal, interrupting
 from evener.core.text import printable
 from evener.errors import EvenerError, InterruptedRunError, RankError
 
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None, parsed: argparse.Namespace | No
     open_missing()
     parsed = argparse.Namespace() if parsed is None else parsed
     try:
-        with guarded():
+        with guarded(), interrupting():
             _parse(sys.argv[1:] if arguments is None else arguments, parsed)
             status = _executed(parsed)
     except SystemExit:
@@ -132,6 +133,8 @@ def main(arguments: Sequence[str] | None = None, parsed: argparse.Namespace | No
         plain = isinstance(error, RankError | InterruptedRunError)
         label = "" if plain else f"{type(error).__name__}: "
         return _failed("\n".join([f"{label}{error}", *getattr(error, "__notes__", ())]), error.exit_status)
+    except StopSignal as stop:
+        return _failed(str(stop), 128 + stop.number)
     except KeyboardInterrupt:
         return _failed("interrupted", 130)
     except OSError as error:
