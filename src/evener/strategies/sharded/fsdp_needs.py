@@ -85,7 +85,7 @@ def _is_traced_view(leaf: Any) -> bool:
 def _refuse_graphs(_: nn.Module, __: Any, output: Any) -> None:
     """Refuses gradients that go backward through a unit and of which a graph is wanted. Their own gradients would need
     the weights that FSDP2 frees after backward."""
-    for _, leaf in named_leaves(output, ""):
+    for _name, leaf in named_leaves(output, ""):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             leaf.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
 
