@@ -263,8 +263,12 @@ def _share_sparse(tensor: Tensor, given: Tensor | None, group: dist.ProcessGroup
 
 
 def _keep(tensor: Tensor, whole: Tensor) -> None:
-    piece = shard_spec(tensor)
-    local(tensor).copy_(piece.part(whole) if piece else whole)
+    """Writes this rank's part of ``whole`` into ``tensor``, unless it is there: backward of a pass that is under way
+    takes a weight that was written to for another."""
+    piece, held = shard_spec(tensor), local(tensor)
+    part = piece.part(whole) if piece else whole
+    if not torch.equal(held, part):
+        held.copy_(part)
 
 
 def whole_size(model: nn.Module) -> int:

@@ -60,8 +60,17 @@ def with_another_head(is_prepared: bool) -> Weights:
     steps(loop)
     loop.model[0].register_parameter("more", nn.Parameter(torch.zeros(6, dtype=torch.float64)))
     loop.model[0].register_forward_hook(lambda module, _, output: output + module.more)
-    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1)
-    steps(loop)
+    for x, y in loop.loader:
+        if not isinstance(
+            loop.model[1], nn.Linear
+        ):  # in the middle of a batch, with the same weights on all ranks
+            loop.model[1] = nn.Linear(6, 6).double()
+            nn.init.eye_(loop.model[1].weight)
+            nn.init.zeros_(loop.model[1].bias)
+            loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1)
+        loop.optimizer.zero_grad()
+        loop.backward(x, y)
+        loop.optimizer.step()
     return loop.weights()
 
 
