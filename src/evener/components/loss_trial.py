@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from inspect import isfunction
 from itertools import starmap
 from types import ModuleType
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evener.components.microbatches import by_samples
-from evener.components.model_trial import attributes_kept, state_kept
+from evener.components.model_trial import attributes_kept, closure_of, state_kept, variables_kept
 from evener.core.losses import Loss, Sum
 from evener.core.losses.torch_losses import TorchLoss
 from evener.core.types import Tree
@@ -190,7 +191,7 @@ def trial_of(
             return float(found.total), float(found.count)
 
     half = samples // 2
-    with all_kept(*_devices(outputs)), _unchanged(keeps):
+    with all_kept(*_devices(outputs)), unchanged(keeps):
         try:
             whole, first, second, again = starmap(
                 terms_of, [(0, samples), (0, half), (half, samples), (0, samples)]
@@ -238,12 +239,18 @@ def _devices(tree: Tree) -> set[torch.device]:
 
 
 @contextmanager
-def _unchanged(own: Any) -> Iterator[None]:
-    """Restores the state of a loss or metric and of what it is made of: functions, their objects, modules."""
+def unchanged(own: Any) -> Iterator[None]:
+    """Restores the state of a loss or metric and of what it is made of: functions and their variables, their objects,
+    modules."""
     parts = [own, *getattr(own, "__dict__", {}).values()]
+    parts += [part.func for part in parts if isinstance(part, partial)]
+    around = [value for part in filter(isfunction, parts) for _, value in closure_of(part)]
+    parts += [value for value in around if callable(value) and not isinstance(value, type)]
     parts += [part.__self__ for part in parts if hasattr(part, "__self__")]
     with ExitStack() as stack:
         stack.enter_context(attributes_kept(part for part in parts if _has_attributes(part)))
+        for function in filter(isfunction, parts):
+            stack.enter_context(variables_kept(function))
         for module in (part for part in parts if isinstance(part, nn.Module)):
             stack.enter_context(state_kept(module))
         yield

@@ -15,8 +15,9 @@ import random
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -218,6 +219,31 @@ def attributes_kept(holders: Iterable[object]) -> Iterator[None]:
     finally:
         for each in attributes:
             each.restore()
+
+
+@contextmanager
+def variables_kept(function: FunctionType) -> Iterator[None]:
+    """Restores the variables of a function's closure, those of its module that it names, and what the containers among
+    these hold, after the block."""
+    cells, held = closure_of(function), function.__globals__
+    named = {name: held[name] for name in function.__code__.co_names if name in held}
+    contents = _Attributes({**named, **{str(place): value for place, (_, value) in enumerate(cells)}})
+    try:
+        yield
+    finally:
+        contents.restore()
+        held.update({name: value for name, value in named.items() if held.get(name) is not value})
+        for cell, value in cells:
+            cell.cell_contents = value
+
+
+def closure_of(function: FunctionType) -> list[tuple[CellType, Any]]:
+    """Returns the variables of a function's closure that are set, each with its cell."""
+    found = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            found.append((cell, cell.cell_contents))
+    return found
 
 
 def _is_users(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -444,3 +445,39 @@ def test_trying_a_function_leaves_generators_and_its_own_numbers_alone() -> None
 
 
 # Refusals
+
+
+calls_of_module: list[int] = []
+steps_of_module = 0
+
+
+def test_trying_a_function_leaves_its_variables_alone() -> None:
+    calls, steps = [0], 0
+
+    def counting(o: Any, y: Tensor) -> Any:
+        global steps_of_module
+        nonlocal steps
+        steps, steps_of_module = steps + 1, steps_of_module + 1
+        calls[0] += 1
+        calls_of_module.append(steps)
+        return F.cross_entropy(o, y)
+
+    class Counting:
+        calls = 0
+
+        def __call__(self, o: Any, y: Tensor) -> Any:
+            self.calls += 1
+            return counting(o, y)
+
+    of_object = Counting()
+    given = (torch.randn(6, 3, requires_grad=True), torch.arange(6) % 3)
+    for function in (counting, functools.partial(counting)):
+        assert way_of(function, given, {}) is LossKind.SUMS
+        assert (calls, calls_of_module, steps, steps_of_module) == ([0], [], 0, 0)
+    way_of(of_object, given, {})
+    way_of(lambda o, y: of_object(o, y), given, {})
+    assert not of_object.calls
+    loss = Centred()
+    center = loss.center.clone()
+    way_of(lambda o, y: loss(o, y), (Model().double()(data()[:6][0]), data()[:6][1]), {})
+    assert torch.equal(loss.center, center)

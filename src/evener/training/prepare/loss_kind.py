@@ -2,8 +2,8 @@
 
 Nothing tells what a function computes, so it is tried. Two parts of a batch stand for two ranks. Their values and
 gradients are compared with those of the whole batch. Outputs are drawn at random, because those of a fresh model are
-nearly alike and would hide how the function weights them. A try changes neither random generators nor the function's
-buffers.
+nearly alike and would hide how the function weights them. A try changes neither random generators nor what the
+function keeps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from enum import IntEnum
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -19,6 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from evener.components.loss_trial import unchanged
 from evener.data.batch import leaves_of, map_leaves
 from evener.data.fingerprint import generators_kept
 from evener.training.prepare.drawn_outputs import drawn_like
@@ -119,7 +120,13 @@ def _found(function: Callable[..., Any], given: Any, ask: Callable[[_Try], T]) -
     cards = [leaf.device for leaf in leaves_of(unwrapped(given)) if isinstance(leaf, Tensor) and leaf.is_cuda]
     for drawn, precise in ((True, True), (True, False), (False, True), (False, False)):
         # without devices, fork_rng() would not restore the GPU's generator
-        with generators_kept(), torch.random.fork_rng(sorted({card.index or 0 for card in cards})):
+        with (
+            generators_kept(),
+            torch.random.fork_rng(sorted({card.index or 0 for card in cards})),
+            nullcontext()
+            if isinstance(function, nn.Module)
+            else unchanged(function),  # a copy of a module is tried
+        ):
             answers: list[T] = []
             with suppress(Exception, NotSums):
                 answers = [ask(_Try(function, given, drawn, precise, cut)) for cut in _CUTS]
