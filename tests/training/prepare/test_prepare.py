@@ -489,10 +489,13 @@ SHARDS = evener.ShardedDataset(["a", "b"], lambda key: rows(), lengths=[26, 26])
 def test_what_cannot_be_divided_is_refused_in_words() -> None:
     model = model_of()
     divided = DistributedSampler(rows(), num_replicas=2, rank=0)
+    with warnings.catch_warnings(action="ignore"):  # tracing is deprecated
+        traced = torch.jit.trace(model, torch.zeros(1, 4).double())
     with with_settings():
         for wrong, words in (
             ((), "evener.prepare got nothing"),
             ((nn.DataParallel(model),), "a model in DataParallel is divided already"),
+            ((traced,), "a model that is a ScriptModule: put it into a module"),
             ((model, 3), "does not know what to do with .*int"),
             ((model, nn.CrossEntropyLoss), "does not know what to do with"),
             ((model, DataLoader(Stream(), batch_size=None)), "this DataLoader has batch_size=None"),

@@ -217,8 +217,13 @@ def _kind(thing: Any) -> str:
         raise ConfigurationError(
             f"a model in {type(thing).__name__} is divided already: give evener.prepare the model itself"
         )
-    if isinstance(thing, nn.Module):
-        return "model" if any(True for _ in thing.parameters()) else "loss"
+    if isinstance(thing, nn.Module) and any(True for _ in thing.parameters()):
+        if isinstance(thing, torch.jit.ScriptModule):
+            raise ConfigurationError(
+                "evener.prepare cannot watch the calls of a model that is a ScriptModule: put it into a module, as by "
+                "nn.Sequential(model), or give the module that was scripted"
+            )
+        return "model"
     if callable(thing) and not isinstance(thing, type):
         return "loss"
     if isinstance(thing, Iterator):
