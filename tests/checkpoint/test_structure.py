@@ -48,7 +48,10 @@ def test_a_rest_of_another_form(place: Path, rest: Any) -> None:
             for wrong in ({"run": 3, "history": []}, {"run": "a", "history": [["b", inf]]})
         ),
         *(("said", wrong) for wrong in ("a", {}, {"scheduler": 3}, {"scheduler": {}})),
-        *(("said", {**SAID, **wrong}) for wrong in ({"options": [3]}, {"losses": [3]}, {"trained": 3})),
+        *(
+            ("said", {**SAID, **wrong})
+            for wrong in ({"options": [3]}, {"losses": [3]}, {"trained": 3}, {"modules": 3})
+        ),
         *(("scheduler", wrong) for wrong in ([3], {3: 4})),
         *((name, 3) for name in ("balancer", "loss_scale", "model", "settings", "data")),
         ("model", {3: 4}),

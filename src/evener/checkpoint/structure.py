@@ -121,7 +121,7 @@ _PARTS: dict[str, Check] = {
     "settings": is_named,
     "identity": _is_identity,
     "kept": is_kept,
-    "said": lambda value: _has(value, _SAID),
+    "said": lambda value: _has(value, _SAID) and _is_dict(value.get("modules", {}), _is(str)),
 }
 _FURTHER: dict[str, Check] = {
     "averaged": lambda value: _has(value, {"updates": is_count, "number": is_count}),

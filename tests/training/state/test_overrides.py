@@ -137,6 +137,18 @@ def test_another_loss_and_frozen_layers_are_told_and_used(tmp_path: Path) -> Non
     assert "0.weight, 0.bias are not trained any more: the task's choice is used" in said
 
 
+def with_dropout(rate: float) -> Any:
+    return lambda: nn.Sequential(nn.Linear(6, 3), nn.Dropout(rate))
+
+
+def test_another_layer_without_weights_is_told(tmp_path: Path) -> None:
+    said, _ = going_on(tmp_path, task(model=with_dropout(0.1)), task(model=with_dropout(0.2)))
+    told = (
+        "module 1 is Dropout(p=0.2, inplace=False), and was Dropout(p=0.1, inplace=False) when the checkpoint"
+    )
+    assert told in said
+
+
 def test_the_same_task_says_nothing_and_a_state_in_memory_is_compared_too(tmp_path: Path) -> None:
     said, _ = going_on(tmp_path, task(scheduler=halving(0.5)), task(scheduler=halving(0.5)))
     assert "task's" not in said

@@ -66,6 +66,7 @@ class TaskTerms:
             "scheduler": _texts(described(scheduler, "the scheduler") | interval),
             "losses": _texts(losses),
             "trained": {clean_name(name): p.requires_grad for name, p in model.named_parameters()},
+            "modules": _modules_without_tensors(model),
         }
 
     def chosen(self, saved: Mapping[str, Any], tell: Tell) -> frozenset[str]:
@@ -113,6 +114,12 @@ class TaskTerms:
     def _tell_of_the_task_s(self, saved: Mapping[str, Any], tell: Tell) -> None:
         for name, (old, new) in list(_changes(saved["losses"], self.said["losses"]).items())[:_MOST_TOLD]:
             tell(f"{name} is {new}, and was {old} when the checkpoint was made: the task's is used")
+        changes = _changes(saved.get("modules", {}), self.said["modules"])
+        both = {
+            name: pair for name, pair in changes.items() if "none" not in pair
+        }  # a rank may have some alone
+        for name, (old, new) in list(both.items())[:_MOST_TOLD]:
+            tell(f"module {name} is {new}, and was {old} when the checkpoint was made: the task's is used")
         before, now = saved["trained"], self.said["trained"]
         for text, kind in (("are not trained any more", False), ("are trained now", True)):
             names = [name for name in now if name in before and now[name] is kind is not before[name]]
@@ -149,6 +156,17 @@ class TaskTerms:
             warnings.simplefilter("ignore")
             for _ in range(times):
                 self._scheduler.step()
+
+
+def _modules_without_tensors(model: nn.Module) -> dict[str, str]:
+    """Returns PyTorch's modules that have no parameters, such as activations, with their options. No strategy replaces
+    them, and no name or shape of a weight tells them apart."""
+    return {
+        clean_name(name): f"{type(module).__qualname__}({module.extra_repr()})"
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("torch.nn.modules.")
+        and not any(True for _ in (*module.children(), *module.parameters()))
+    }
 
 
 def _names_in(override: Collection[str], options: Collection[str]) -> frozenset[str]:
