@@ -41,7 +41,7 @@ from evener.components.memory_limits.fits import check_room
 from evener.components.memory_limits.limits import room_on
 from evener.components.offload.offload import OffloadState
 from evener.components.optim.eight_bit import check_state, in_eight_bits
-from evener.components.optim.fused import fuse
+from evener.components.optim.fused import fuse, lay_out_state
 from evener.components.optim.stand_ins import updated_by
 from evener.components.sharded_tensor.shard_spec import divided
 from evener.components.trainable import TrainableParameters
@@ -289,6 +289,7 @@ def set_up(
             learner.optimizer = in_eight_bits(learner.optimizer)
         if settings.fuses and settings.bits is None:  # see check_kernels
             fuse(learner.optimizer)
+        learner.optimizer.register_load_state_dict_post_hook(lay_out_state)
         pieces = any(True for _ in divided(placed))
         check_state(learner.optimizer, session.device, pieces, session.world_size)
         strategy.check_optimizer(learner.optimizer)

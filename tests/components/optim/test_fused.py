@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import evener
-from evener.components.optim.fused import clear_gradients, fuse, lay_out, words_of
+from evener.components.optim.fused import clear_gradients, fuse, lay_out, lay_out_state, words_of
+from evener.errors import ConfigurationError
 from evener.training.engine import Engine
 from tests.comparing import worst
 
@@ -136,6 +137,62 @@ def test_a_gradient_with_other_strides_than_its_parameter_is_laid_out() -> None:
             optimizer.step()
         found.append(one.detach())
     assert torch.allclose(*found, rtol=1e-6)
+
+
+def test_state_that_is_loaded_is_laid_out_as_its_parameter() -> None:
+    """Files hold contiguous tensors. By itself the kernel would take them for those of other weights."""
+    found = []
+    for is_stored in (False, True):
+        one = nn.Parameter(torch.arange(12.0).view(4, 3).t())
+        optimizer = torch.optim.AdamW([one], fused=True, amsgrad=True)
+        for _ in range(3):
+            one.grad = torch.arange(12.0).view(4, 3).cos().t()
+            optimizer.step()
+            if is_stored:
+                state = optimizer.state_dict()
+                state["state"][0] = {key: value.contiguous() for key, value in state["state"][0].items()}
+                optimizer.load_state_dict(state)
+                lay_out_state(optimizer)
+        found.append(one.detach())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("shape", [(0,), (4,), (3, 4, 1)])
+def test_state_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    """The kernel would read and write beyond it, in a checkpoint of anybody."""
+    with engine(1) as begun, engine() as gone_on:
+        state = begun.state_dict()
+        state["optimizer"]["state"]["0.weight"]["exp_avg"] = torch.ones(shape, dtype=torch.float64)
+        with pytest.raises(
+            ConfigurationError, match=r"exp_avg has the shape .* there, and its parameter .* here"
+        ):
+            gone_on.load_state_dict(state)
+        assert not gone_on.learner.optimizer.state
+
+
+def test_a_run_that_fuses_weights_in_channels_last_goes_on_as_if_unbroken(tmp_path: Path) -> None:
+    images = torch.randn(24, 3, 4, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def made() -> Engine:
+        convolution = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).to(memory_format=torch.channels_last)
+        given = evener.Task(
+            model=lambda: convolution,
+            loss=nn.MSELoss(),
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
+            train=TensorDataset(images, torch.zeros(24, 16, dtype=torch.float64)),
+            batch_size=8,
+        )
+        return Engine(given, device="cpu", dtype="float64", epochs=9)
+
+    with made() as unbroken, made() as gone_on:
+        batches = unbroken.batches()
+        for step in range(6):
+            unbroken.step(next(batches))
+            if step == 2:
+                unbroken.save(tmp_path)
+        gone_on.load(tmp_path)
+        take(gone_on, 3)
+        assert worst(weights(unbroken), weights(gone_on)) == 0
 
 
 def test_the_bits_do_not_depend_on_threads() -> None:

@@ -191,3 +191,22 @@ def test_files_of_another_form_are_told(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"it has \\x1b\[2J, best") as caught:
             evener.load(tmp_path / "odd.pt", model=loop.model)
         assert "\x1b" not in str(caught.value)
+
+
+def test_the_state_of_a_fused_optimizer_has_the_shapes_of_its_parameters(tmp_path: Path) -> None:
+    """The kernel would write beyond the memory of a smaller one."""
+    with with_settings():
+        loop = Loop(True)
+        optimizer = torch.optim.AdamW(loop.model.parameters(), fused=True)
+        for each in loop.model.parameters():
+            each.grad = torch.zeros_like(each)
+        optimizer.step()
+        evener.save(tmp_path / "good.pt", optimizer=optimizer)
+        good = torch.load(tmp_path / "good.pt", weights_only=True)
+        good["states"]["optimizer"]["state"][0]["exp_avg"] = torch.zeros(0)
+        torch.save(good, tmp_path / "odd.pt")
+        with pytest.raises(
+            ConfigurationError, match=r"optimizer does not go on from .*exp_avg has the shape"
+        ):
+            evener.load(tmp_path / "odd.pt", optimizer=optimizer)
+        assert not optimizer.state

@@ -6,7 +6,9 @@ a run without it. They do not depend on the number of threads.
 
 The kernel treats parameter, gradient and state as flat arrays and ignores strides. A gradient with other strides than
 its parameter would be added to the wrong weights, without an error. So only contiguous parameters are fused, and a
-gradient that is not contiguous (hooks may return one) is copied first.
+gradient that is not contiguous (hooks may return one) is copied first. State that is loaded is laid out as its
+parameter, which a task that fuses by itself may have in another order (channels_last): files hold contiguous tensors.
+State of another shape is refused. The kernel would read and write beyond it.
 
 SGD and Adagrad are not changed: their update takes one or two operators, and their kernels refuse sparse gradients,
 which cannot be foreseen.
@@ -21,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evener.components.sharded_tensor.local import local
+from evener.errors import ConfigurationError
 from evener.torch_internals.dispatch import is_fake
 
 _KINDS = (torch.optim.Adam, torch.optim.AdamW)
@@ -28,6 +32,8 @@ _KINDS = (torch.optim.Adam, torch.optim.AdamW)
 _TYPES = (torch.float32, torch.float64)
 """Types that are fused. In half precision, the kernel's results differ from the operators' by more than an ulp."""
 _CHOICES = ("fused", "foreach", "differentiable", "capturable")
+_FLAT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
+"""State that PyTorch's fused kernels take as flat arrays."""
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> None:
@@ -79,6 +85,27 @@ def lay_out(optimizer: torch.optim.Optimizer) -> None:
                     continue
                 if parameter.is_contiguous():
                     parameter.grad = gradient.contiguous()
+
+
+def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
+    """Lays out the state of fused parameters as these are. Must follow each loading of a state.
+
+    Raises:
+        ConfigurationError: If it has another shape. The optimizer has no state then.
+    """
+    fused = [p for group in optimizer.param_groups if group.get("fused") for p in group["params"]]
+    for parameter in fused:
+        state = optimizer.state.get(parameter, {})
+        for key in [key for key in _FLAT if isinstance(state.get(key), Tensor)]:
+            own, like = local(state[key]), local(parameter)
+            if own.shape != like.shape:
+                optimizer.state.clear()
+                raise ConfigurationError(
+                    f"the optimizer's state is of another model: {key} has the shape {tuple(own.shape)} there, and its "
+                    f"parameter {tuple(like.shape)} here"
+                )
+            if own.stride() != like.stride():
+                state[key] = torch.empty_like(parameter, requires_grad=False).copy_(state[key])
 
 
 def _all_contiguous(parameters: Iterable[Tensor]) -> bool:

@@ -53,6 +53,11 @@ class LoopDivision:
         """True if ranks hold parts of the model."""
         return self._model is not None
 
+    @property
+    def divides_updates(self) -> bool:
+        """True if ranks hold whole weights, and the state of parts of them."""
+        return self._owners is not None
+
     def set_up(self, make: LearnerOfLoop, models: Sequence[nn.Module], session: Session) -> Learner:
         """Sets the models up on this rank, and divides them as their strategy says. A collective call."""
         check_undivided(models)
