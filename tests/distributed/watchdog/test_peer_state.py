@@ -11,6 +11,7 @@ from evener.distributed.hosts import host_token
 from evener.distributed.watchdog.hang_rules import may_look, verdict
 from evener.distributed.watchdog.heartbeat import Heartbeat
 from evener.distributed.watchdog.peer_state import PeerState, late_rank, report_on, should_look
+from evener.distributed.watchdog.store_health import LAUNCHER_PID
 
 FAR = Heartbeat(rank=1, host="elsewhere", pid=12, count=1, time=0.0, limit=10.0)
 
@@ -205,6 +206,15 @@ def test_ranks_that_never_came_or_left_are_told_apart() -> None:
     report = report_on([PeerState(1), PeerState(2, replace(FAR, rank=2, ended=True))])
     assert "rank 1: has given no sign of life yet" in report
     assert "rank 2 (host elsewhere, pid 12): has left on its own" in report
+
+
+def test_a_world_size_that_is_too_large_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv(LAUNCHER_PID, raising=False)
+    asks = "rank 1: has given no sign of life yet; is it started? WORLD_SIZE is 2"
+    assert asks in report_on([PeerState(1)])
+    monkeypatch.setenv(LAUNCHER_PID, "1")
+    assert asks not in report_on([PeerState(1)])
 
 
 def test_a_clock_that_is_set_makes_nobody_silent(monkeypatch: pytest.MonkeyPatch) -> None:

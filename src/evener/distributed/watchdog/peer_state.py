@@ -6,6 +6,7 @@ itself is examined, so that a killed or stopped rank is noticed at once.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Mapping
 
@@ -15,6 +16,7 @@ from evener.distributed.file_descriptors import shortage_message
 from evener.distributed.hosts import host_token
 from evener.distributed.processes import find, state_of
 from evener.distributed.watchdog.heartbeat import Heartbeat
+from evener.distributed.watchdog.store_health import LAUNCHER_PID
 
 
 class PeerState:
@@ -107,7 +109,7 @@ class PeerState:
 
     def describe(self) -> str:
         if self.beat is None:
-            return f"rank {self.rank}: has given no sign of life yet"
+            return f"rank {self.rank}: has given no sign of life yet{_is_it_started()}"
         done = f", after {self.beat.progress}" if self.beat.progress else ""
         short = shortage_message(self.beat.pid) if self._is_local(self.beat) else ""
         return f"{self.beat.who}: {self._doing(self.beat)}{done}{short}"
@@ -141,6 +143,14 @@ class PeerState:
         """Sort key: lost ranks first, then missing ranks, then those that work, then those that wait."""
         waits = self.beat is not None and self.beat.waits
         return (not self.is_lost, self._apart_since is None, waits, self.rank)
+
+
+def _is_it_started() -> str:
+    """Asks if the launcher starts as many ranks as its variable says; empty if Evener launches them itself."""
+    count = os.environ.get("WORLD_SIZE")
+    if count is None or LAUNCHER_PID in os.environ:
+        return ""
+    return f"; is it started? WORLD_SIZE is {count}, and each of these ranks must be"
 
 
 def should_look(here: Heartbeat, looker: PeerState) -> bool:
