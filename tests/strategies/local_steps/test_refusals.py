@@ -91,6 +91,7 @@ class Meeting(Terms):
             {"strategy": LocalSgd(replicas=2)},
             "each replica takes steps of its own",
         ),
+        (task, {"max_shares": "5"}, "a local batch has about 12 samples whatever the shares of a round"),
         (task, {"strategy": LocalSgd(num_fragments=9)}, "num_fragments is 9, and the model has 3"),
     ],
 )

@@ -26,6 +26,12 @@ def check_rounds(config: RunConfig, learner: Learner, rounds: Rounds | Sections)
         "skipping samples that cannot be read": config.on_bad_sample == "skip",
         "Task.cost, for replicas take numbers of samples": learner.task.cost is not None,
     }
+    if isinstance(rounds, Rounds):
+        usual = max(1, rounds.batch_size // rounds.replicas)
+        whatever = (
+            f"max_shares={config.max_shares}, for a local batch has about {usual} samples whatever the shares"
+        )
+        asked[f"{whatever} of a round"] = config.max_shares is not None and rounds.batches > 1
     if isinstance(rounds, Sections) or rounds.parts != learner.session.world_size:
         balance = config.balance or "equal"
         config = config.replace(balance=balance)
