@@ -341,6 +341,40 @@ def test_blocks_that_nobody_calls_are_named() -> None:
         trained(lambda: tower(model=Apart), "blocks", strategy="single")
 
 
+class Open(Tower):
+    """Its blocks are nn.Sequential, between whose children a pipeline can cut, too."""
+
+    def __init__(self) -> None:
+        layers = (nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        super().__init__(lambda: nn.Sequential(*map(copy.deepcopy, layers)))
+        self.blocks = self.blocks[:4]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        scores: Tensor = self.head(x)
+        return scores
+
+
+def open_tower() -> Task:
+    return tower(model=Open)
+
+
+def in_open_stages() -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        trained(open_tower, "blocks", steps=1, strategy="pipeline")
+    return str(caught.value)
+
+
+def test_a_pipeline_that_cuts_blocks_open_names_the_option_that_keeps_them_whole(ranks: Any) -> None:
+    assert all("blocks=NAME of their list keeps them whole" in said for said in ranks(2).run(in_open_stages))
+    option = {"strategy": "pipeline", "strategy_option": ("blocks=blocks",)}
+    for error, _, said in ranks(2).run(pair, open_tower, "blocks", **option):
+        assert error < 1e-12
+        assert "blocks" in said
+
+
 class Late(nn.Module):
     """Writes into its buffer from the third call on."""
 

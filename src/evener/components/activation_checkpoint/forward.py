@@ -173,8 +173,8 @@ class Blocks:
         if not any(gather(called)):
             raise ConfigurationError(
                 f"recompute: no rank has called {', '.join(self.names[:4])} in a step, so that nothing is computed "
-                "again: what is around these blocks uses their parts, or a strategy has cut them open. Leave recompute "
-                "out"
+                "again: what is around these blocks uses their parts, or a pipeline has cut them open, whose option "
+                "blocks=NAME of their list keeps them whole. Else leave recompute out"
             )
 
 
