@@ -41,16 +41,22 @@ _IMPORTED_ONCE = [
 """What every rank needs. One process imports it, and the ranks are forks of that process: each has it at once."""
 
 
+_OFTEN = 20
+"""Tests, or calls of a rank."""
+
+
 class Modules:
     """What modules hold, kept away from the garbage collector, which is asked to collect with every engine that ends:
     half of the time of a small run would go into looking at PyTorch."""
 
     def __init__(self) -> None:
-        self._known = 0
+        self._known = self._calls = 0
 
     def set_apart(self) -> None:
-        """If there are more of them than at the last call."""
-        if len(sys.modules) != self._known:
+        """If there are more of them than at the last call, and often for what PyTorch and pytest have kept since: each
+        estimate of a step collects six times."""
+        self._calls += 1
+        if len(sys.modules) != self._known or not self._calls % _OFTEN:
             self._known = len(sys.modules)
             gc.collect()
             gc.freeze()

@@ -65,7 +65,7 @@ MAIN = [*PLACES][:4]
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        *crossed(["muon", "shampoo"], MAIN, lambda _: (ALWAYS,)),
+        *crossed(["muon", "shampoo"], MAIN, lambda _: (ALWAYS, SLOW)),
         *crossed(["adafactor", "mixed"], MAIN, lambda _: (ALWAYS, SLOW)),
         *crossed(NAMES, [*PLACES][4:], lambda _: (SLOW, NIGHTLY)),
     ],

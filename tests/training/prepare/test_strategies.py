@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import evener
 from evener.training.prepare.gradient_part import _made
-from tests.tiers import ALWAYS, NIGHTLY, crossed
+from tests.tiers import ALWAYS, NIGHTLY, SLOW, crossed
 from tests.training.prepare import test_loops, test_prepare, test_silent_errors
 from tests.training.prepare.running import Loop, Weights, model_of, prepared, with_settings
 
@@ -311,7 +311,7 @@ def check(found: Weights, expected: Weights) -> None:
 
 @pytest.mark.parametrize(
     ("loop", "way"),
-    crossed(NAMED, list(ALL), lambda _: (ALWAYS, ALWAYS, NIGHTLY)),
+    crossed(NAMED, list(ALL), lambda _: (ALWAYS, SLOW, NIGHTLY)),
 )
 def test_it_is_the_loop_of_one_device(ranks: Any, loop: str, way: str) -> None:
     if (loop, way) == ("with_gaps", "tensor"):
