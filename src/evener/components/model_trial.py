@@ -126,8 +126,9 @@ def forward_state_kept(model: nn.Module) -> Iterator[None]:
 
 def apart_from_saving_hooks() -> AbstractContextManager[None]:
     """Context in which autograd calls none of the hooks for saved tensors that are in force outside, which take those
-    of a trial for those of the pass that it precedes: ``torch.utils.checkpoint`` counts them."""
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    of a trial for those of the pass that it precedes: ``torch.utils.checkpoint`` counts them. An output that is saved
+    as it is would keep itself, and so the whole pass, until the collector comes."""
+    return saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
 
 
 @contextmanager
