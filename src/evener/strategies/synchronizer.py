@@ -136,6 +136,10 @@ class Lifecycle:
         """Context for a forward pass that no backward pass follows."""
         return nullcontext()
 
+    def gathered(self, tensor: Tensor) -> bool:
+        """Returns True for a whole weight that a pass has gathered from the ranks' parts of a parameter."""
+        return False
+
     def free_gathered(self) -> None:
         """Frees whole weights that a forward pass without a backward pass has left, before they are out of date."""
 
@@ -218,6 +222,9 @@ class SynchronizerAround(Synchronizer):
 
     def make_alike(self, parameters: Iterable[nn.Parameter]) -> None:
         self._inner.make_alike(parameters)
+
+    def gathered(self, tensor: Tensor) -> bool:
+        return self._inner.gathered(tensor)
 
     def free_gathered(self) -> None:
         self._inner.free_gathered()

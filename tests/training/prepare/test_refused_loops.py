@@ -202,6 +202,11 @@ REFUSED = (
         ZERO3,
         "a graph of its own .* one unit .* or use zero=1 or strategy",
     ),
+    (
+        test_prepare.with_the_plain_loss,
+        ZERO3,
+        r"called on 1.2\d+ on rank 0 and on 1.4\d+ on rank 1, .* no prepared loss",
+    ),
     (a_penalty_on_weights, ZERO3, "computed from divided weights, .*let the optimizer decay weights"),
     *(
         (loop, settings, "a later call of evener.prepare with another model has ended that")

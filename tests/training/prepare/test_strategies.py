@@ -53,6 +53,17 @@ def found_of(loop: Loop, *told: float) -> Weights:
     return loop.weights() | copy.deepcopy(moments) | {"told": torch.tensor(told)}
 
 
+def through_no_prepared_loss(is_prepared: bool) -> Weights:
+    """Passes on what all ranks have, from the plain loss."""
+    loop = Loop(is_prepared, adamw)
+    common = torch.arange(20, dtype=torch.float64).square().sin().view(5, 4)
+    for _ in loop.loader:
+        loop.optimizer.zero_grad()
+        loop.model(common).pow(2).mean().backward()
+        loop.optimizer.step()
+    return found_of(loop)
+
+
 def freezing_blocks(is_prepared: bool) -> Weights:
     """One block, then the other, in one backward pass and in two; and all again."""
     loop = loop_of(is_prepared)
@@ -268,6 +279,7 @@ LOOPS = (
         more_passes_than_one,
         cleared_between,
         with_gaps,
+        through_no_prepared_loss,
     ),
     *(
         made_later,

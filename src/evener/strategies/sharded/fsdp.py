@@ -53,6 +53,7 @@ from evener.strategies.sharded.fsdp_needs import (
     device_mesh,
     outputs_shown,
     refusal_explained,
+    to_host,
 )
 from evener.strategies.sharded.ownership import chunks
 from evener.strategies.sharded.sharded_reads import reads_explained
@@ -69,7 +70,6 @@ from evener.strategies.single import NoSync
 from evener.strategies.steppers.plain import Plain
 from evener.strategies.sync_batch_norm import normalize_together
 from evener.strategies.synchronizer import Synchronizer
-from evener.torch_internals.modules import own_buffers, own_parameters
 
 AXIS = "shard"
 """Mesh axis over which rows are divided."""
@@ -153,7 +153,7 @@ class Fsdp(Strategy):
         if not is_unit(learner.model):
             return NoSync(learner)
         if self.offload and learner.session.device.type != "cpu":
-            _to_host(learner.model, learner.session.device)
+            to_host(learner.model, learner.session.device)
         return self.sums(learner)
 
     def sums(self, learner: Learner) -> FsdpSum:
@@ -179,18 +179,6 @@ class Fsdp(Strategy):
                     "others divided, which cannot be mixed: give it foreach=False, or make the scalars a group of "
                     "their own"
                 )
-
-
-def _to_host(model: nn.Module, device: torch.device) -> None:
-    """Moves all sharded parameters to host memory, in place. Buffers and whole parameters stay on ``device``."""
-    with marks_kept(model):
-        model.to("cpu")
-    for module in model.modules():
-        for name, buffer in own_buffers(module).items():
-            own_buffers(module)[name] = None if buffer is None else buffer.to(device)
-        for parameter in own_parameters(module).values():
-            if parameter is not None and not is_divided(parameter):
-                parameter.data = parameter.data.to(device)
 
 
 def _whole(places: Sequence[Place]) -> Iterator[tuple[str, Tensor]]:
@@ -323,6 +311,9 @@ class FsdpSum(PostBackwardSum):
     def _work_done(self) -> None:
         if self._stepping:
             self._learner.work_timer.work_done()
+
+    def gathered(self, tensor: Tensor) -> bool:
+        return any(tensor in weights for weights in self._gathered.values())
 
     def free_gathered(self) -> None:
         self._forwards = 0

@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from evener.components.model_init import marks_kept
+from evener.components.sharded_tensor.local import is_divided
 from evener.data.batch import map_leaves, named_leaves
 from evener.errors import TaskError
 from evener.strategies.sharded.units import is_unit
 from evener.torch_internals.autograd import is_view, is_within_backward
+from evener.torch_internals.modules import own_buffers, own_parameters
 
 
 def check_layers(model: nn.Module) -> None:
@@ -48,6 +51,18 @@ def check_types(model: nn.Module) -> None:
         raise TaskError(
             f"PyTorch's FSDP2 shards parameters of one type, the model has {words}: set dtype, or use strategy 'ddp'"
         )
+
+
+def to_host(model: nn.Module, device: torch.device) -> None:
+    """Moves all sharded parameters to host memory, in place. Buffers and whole parameters stay on ``device``."""
+    with marks_kept(model):
+        model.to("cpu")
+    for module in model.modules():
+        for name, buffer in own_buffers(module).items():
+            own_buffers(module)[name] = None if buffer is None else buffer.to(device)
+        for parameter in own_parameters(module).values():
+            if parameter is not None and not is_divided(parameter):
+                parameter.data = parameter.data.to(device)
 
 
 @contextmanager

@@ -127,8 +127,8 @@ class MeanOfRanks:
         return self._ranks
 
     def owns(self, tensor: Tensor) -> bool:
-        """Returns True for a parameter of the models."""
-        return tensor in self._own
+        """Returns True for a parameter of the models, or a whole weight gathered from the parts of one."""
+        return tensor in self._own or self._learner.synchronizer.gathered(tensor)
 
     def is_summed_in_backward(self, tensor: Any) -> bool:
         """Returns True for a parameter of which each rank has a part, whose gradient backward sums."""
