@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -65,6 +66,28 @@ def a_penalty_on_weights(_: bool) -> None:
     loop = loop_of(True)
     for x, y in loop.loader:
         (loop.loss(loop.model(x), y) + 0.1 * sum(p.pow(2).sum() for p in loop.model.parameters())).backward()
+
+
+def parameters_from_before(use: Callable[[list[nn.Parameter]], object], _: bool) -> None:
+    made = model()
+    listed, numbers = list(made.parameters()), sum(p.numel() for p in made.parameters())
+    frozen, *others = listed
+    frozen.requires_grad_(False)
+    evener.prepare(made, torch.optim.SGD(listed, lr=0.1))
+    assert (sum(p.numel() for p in listed), others[-1].shape, frozen.sum().dim()) == (numbers, (3,), 0)
+    use(others)
+
+
+def clipped(parameters: list[nn.Parameter]) -> object:
+    return nn.utils.clip_grad_norm_(parameters, 1.0)
+
+
+def frozen_later(parameters: list[nn.Parameter]) -> None:
+    parameters[-1].requires_grad = False
+
+
+def logged(parameters: list[nn.Parameter]) -> float:
+    return parameters[-1].norm().item()
 
 
 def a_late_layer(_: bool) -> None:
@@ -197,6 +220,10 @@ REFUSED = (
     (a_layer_by_itself, TENSOR, "0 was called by the loop itself, and is divided"),
     (a_layer_by_itself, ZERO3, "0 was called by the loop itself, and is divided"),
     (a_late_layer, ZERO3, "a later layer cannot be divided"),
+    *(
+        (partial(parameters_from_before, use), settings, "a parameter from before evener.prepare is used")
+        for use, settings in ((clipped, ZERO3), (clipped, TENSOR), (frozen_later, ZERO3), (logged, ZERO3))
+    ),
     (
         a_penalty_on_gradients,
         ZERO3,
@@ -237,7 +264,7 @@ REFUSED = (
 @pytest.mark.parametrize(
     ("loop", "settings", "words"),
     REFUSED,
-    ids=[f"{each[0].__name__}-{number}" for number, each in enumerate(REFUSED)],
+    ids=[f"{getattr(each[0], 'func', each[0]).__name__}-{number}" for number, each in enumerate(REFUSED)],
 )
 def test_what_cannot_be_is_refused_on_all_ranks(
     ranks: Any, loop: Callable[[bool], Any], settings: Settings, words: str

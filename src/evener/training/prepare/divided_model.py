@@ -31,6 +31,7 @@ from evener.distributed.mesh import Mesh
 from evener.errors import ConfigurationError
 from evener.nn.fqn import clean_name
 from evener.strategies.sharded.units import is_unit
+from evener.training.prepare.replaced_parameter import retire
 
 Meeting = Callable[[str], AbstractContextManager[Any]]
 """Makes sure that all ranks call something together. Takes what it is."""
@@ -202,6 +203,8 @@ class DividedModel(DividedOptimizers):
             whole = before.get(name)
             if isinstance(part, nn.Parameter) and whole is not None and whole is not part:
                 self._parts[whole] = part
+        for whole in self._parts:
+            retire(whole)
         found = named_tensors(model, clean=False)
         parts = {name: self._part_of(each) for name, each in found.items()}
         self._by_name = {name: part for name, part in parts.items() if part is not None}
