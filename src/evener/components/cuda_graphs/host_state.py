@@ -190,10 +190,7 @@ class HostState:
         inside = vars(module)
         before = {key: value for key, value in inside.items() if key not in _ALWAYS}
         # Of two keys at least it returns a tuple.
-        size, entries = (
-            len(inside),
-            itemgetter(*before, "training"),
-        )
+        size, entries = len(inside), itemgetter(*before, "training")
 
         def read() -> Any:
             try:

@@ -15,20 +15,10 @@ from evener.errors import ConfigurationError
 
 _OF_KIND = frozenset(
     (
-        *(
-            "shape",
-            "dtype",
-            "device",
-            "layout",
-            "ndim",
-            "names",
-            "is_leaf",
-            "requires_grad",
-            "itemsize",
-            "nbytes",
-        ),
+        *("shape", "dtype", "device", "layout", "ndim", "names", "is_leaf", "requires_grad"),
         *("numel", "nelement", "size", "dim", "ndimension", "stride", "element_size", "__len__"),
-        *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_sparse", "is_cuda", "is_meta"),
+        *("is_floating_point", "is_complex", "is_contiguous", "is_sparse", "is_cuda", "is_meta"),
+        *("itemsize", "nbytes"),
     )
 )
 

@@ -54,9 +54,8 @@ class LoopReplicas:
         """Returns this rank's checksum for :meth:`compare`. Returns 0 if there is nothing to compare."""
         if not _are_alike(learner.session):
             return 0.0
-        with torch.inference_mode(
-            False
-        ):  # under which an evaluation reads its batches; DTensors cannot be read in it
+        # An evaluation may read its batches in that mode, in which DTensors cannot be read.
+        with torch.inference_mode(False):
             self._own = _held(learner)
         return together(self._own)
 
