@@ -85,13 +85,13 @@ class BatchNorm(AnyBatchNorm):
             alone: Tensor = AnyBatchNorm.forward(self, input)
             return alone
         counts = scope is None or scope.weight > 0
-        count, mean, variance, copies = once(
+        count, mean, variance, copies, own = once(
             lambda: _gather_statistics(input.detach(), counts, group, self._name)
         )
         if self.training and self.track_running_stats:
             self._track(count / copies, mean, variance)
         given = Given(wide(input.dtype), mean, variance, self.eps, self.weight)
-        meeting = _StatisticsExchange(group, self._name, count, counts)
+        meeting = _StatisticsExchange(group, self._name, count, counts, own)
         output: Tensor = _Normalize.apply(input, self.weight, self.bias, given, meeting)  # type: ignore[no-untyped-call]
         return output
 
@@ -205,20 +205,16 @@ def _is_placeholder() -> bool:
 
 def _gather_statistics(
     x: Tensor, counts: bool, group: Peers, name: str
-) -> tuple[Channels, Channels, Channels, Channels | int]:
+) -> tuple[Channels, Channels, Channels, Channels | int, Tensor | int]:
     """Returns the count (0-d), mean (C,) and biased variance (C,) over all ranks, in float64, bitwise the same on all
-    ranks; and the number of ranks whose values are copies of each other (see :func:`_copies`), else 1.
+    ranks; the number of ranks whose values are copies of each other (see :func:`_copies`), else 1; and this rank's own
+    count, that of a copy also where its samples do not count.
 
     Raises:
         ValueError: On a CPU, if there are fewer than two values per channel.
     """
-    channels = x.shape[1]
-    n = x.numel() // max(1, channels) if counts else 0
-    message = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
-    if n:
-        numbers = light(message)
-        numbers[0] = n
-        numbers[1 : channels + 1], numbers[channels + 1 :] = moments(x)
+    n = x.numel() // max(1, x.shape[1]) if counts else 0
+    message = _row(x) if n else torch.zeros(2 * x.shape[1] + 1, dtype=torch.float64, device=x.device)
     parts = group.all_gather_later(message, f"{name}, forward")()
     # If the total is at most one, so is every rank's n: all ranks run the check and raise.
     if n <= 1 and not is_late(x.device):
@@ -226,11 +222,26 @@ def _gather_statistics(
     count, mean, squares = _combine(light(parts))
     variance = squares / count
     copies = light(_copies(parts)) if group.is_by_batches else 1
-    return count, mean, variance.masked_fill(count <= 1, math.nan) if is_late(x.device) else variance, copies
+    own: Tensor | int = n
+    if group.is_by_batches and not counts and x.numel():
+        row = _row(x)
+        own = torch.where(_copies(torch.cat([parts, row[None]])) > parts[:, 0].count_nonzero(), row[0], 0.0)
+    variance = variance.masked_fill(count <= 1, math.nan) if is_late(x.device) else variance
+    return count, mean, variance, copies, own
+
+
+def _row(x: Tensor) -> Tensor:
+    """Returns a rank's count, means and ``Σ (x - mean)²`` (1 + 2C,), in double precision. ``x`` must not be empty."""
+    channels = x.shape[1]
+    row = torch.empty(2 * channels + 1, dtype=torch.float64, device=x.device)
+    numbers = light(row)
+    numbers[0] = x.numel() // channels
+    numbers[1 : channels + 1], numbers[channels + 1 :] = moments(x)
+    return row
 
 
 def _copies(parts: Tensor) -> Tensor:
-    """Returns the number of ranks with samples if all of them have the same values (an input that is not a share of a
+    """Returns the number of rows with samples if all of them have the same values (an input that is not a share of a
     batch), else 1. Does not wait for a device. Copies change neither mean nor variance, but do change the unbiased
     estimate of the variance."""
     counts = parts[:, 0] > 0
@@ -270,6 +281,22 @@ class _StatisticsExchange(NamedTuple):
     """Number of values per channel over all ranks (0-d)."""
     counts: bool
     """True if this rank's samples count, False for a placeholder."""
+    own: Tensor | int
+    """The number of this rank's values per channel. 0 for a placeholder, unless its values are a copy of those that all
+    others have."""
+
+    def partaking(self, dy: Tensor) -> Tensor | None:
+        """Returns whether a placeholder is more than that, as in a pass on data that all ranks have: then a loss gives
+        it a gradient. None if this rank's samples count, or it never takes part."""
+        if self.counts or not isinstance(self.own, Tensor):
+            return None
+        size = dy.detach().abs().sum()
+        return (self.own > 0) & (size > 0) & size.isfinite()
+
+    def number(self, is_part: Tensor | None, like: Tensor) -> Tensor:
+        """Returns how many values per channel this rank has in a backward pass, (1,), in double precision."""
+        number = torch.as_tensor(self.own, dtype=torch.float64, device=like.device)
+        return (number if is_part is None else torch.where(is_part, number, 0.0)).view(1)
 
 
 class _Normalize(torch.autograd.Function):
@@ -296,10 +323,11 @@ class _Normalize(torch.autograd.Function):
         if torch.is_grad_enabled():
             return (*_differentiable_backward(ctx, x, weight, bias, dy), None, None)
         sums, dx = given.sums(dy, x), None
+        is_part = ctx.meeting.partaking(dy)
         if not ctx.meeting.counts:  # 0 times a placeholder's gradient may be NaN
-            dy, sums = torch.zeros_like(dy), torch.zeros_like(sums)
+            dy, sums = _if_part(is_part, dy), _if_part(is_part, sums)
         if ctx.needs_input_grad[0]:
-            dx = _gradient(ctx.meeting, given, dy, x, sums)
+            dx = _gradient(ctx.meeting, given, dy, x, sums, is_part)
         dy_xhat, dy_sum = sums.view(2, -1)
         weight_dtype, bias_dtype = ctx.dtypes
         return (
@@ -311,13 +339,23 @@ class _Normalize(torch.autograd.Function):
         )
 
 
-def _gradient(meeting: _StatisticsExchange, given: Given, dy: Tensor, x: Tensor, sums: Tensor) -> Tensor:
-    later = meeting.peers.all_reduce_later(sums.clone(), f"{meeting.name}, backward")
+def _if_part(is_part: Tensor | None, values: Tensor) -> Tensor:
+    return torch.zeros_like(values) if is_part is None else torch.where(is_part, values, 0.0)
+
+
+def _gradient(
+    meeting: _StatisticsExchange, given: Given, dy: Tensor, x: Tensor, sums: Tensor, is_part: Tensor | None
+) -> Tensor:
+    by_batches, values = meeting.peers.is_by_batches, meeting.values
+    message = torch.cat([sums, meeting.number(is_part, sums)]) if by_batches else sums.clone()
+    later = meeting.peers.all_reduce_later(message, f"{meeting.name}, backward")
     dx = given.direct(dy, x)  # needs no answer of the other ranks
     totals = later()
-    if meeting.counts:  # a placeholder is no part of the statistics
-        given.through_statistics(dx, x, totals, meeting.values)
-    return dx
+    if by_batches:
+        totals, values = totals[:-1], light(totals[-1])
+    if meeting.counts or is_part is not None:  # a placeholder is no part of the statistics
+        given.through_statistics(dx, x, totals, values)
+    return dx if is_part is None else _if_part(is_part, dx)
 
 
 def _differentiable_backward(
@@ -325,17 +363,21 @@ def _differentiable_backward(
 ) -> tuple[Tensor | None, ...]:
     """Computes what backward does by operations that autograd knows, for gradients of gradients."""
     meeting: _StatisticsExchange = ctx.meeting
+    is_part, name = meeting.partaking(dy), f"{meeting.name}, gradients of gradients"
+    values_of_all = torch.as_tensor(meeting.values, dtype=torch.float64, device=x.device)
+    if meeting.peers.is_by_batches:
+        values_of_all = meeting.peers.all_reduce_later(meeting.number(is_part, values_of_all), name)()[0]
     others = [d for d in range(x.dim()) if d != 1]
     along = [1, -1, *[1] * (x.dim() - 2)]
 
     def mean(values: Tensor) -> Tensor:
         def total(sums: Tensor) -> Tensor:
-            return meeting.peers.all_reduce_later(sums.clone(), f"{meeting.name}, gradients of gradients")()
+            return meeting.peers.all_reduce_later(sums.clone(), name)()
 
         if not meeting.counts:  # it takes part in the message, and in nothing else
-            values = values.masked_fill(values.new_ones((), dtype=torch.bool), 0)
-        count = torch.as_tensor(meeting.values, dtype=torch.float64, device=values.device)
-        return mapped(values.sum(others), total, total) / count
+            nothing = torch.zeros((), dtype=torch.bool, device=values.device)
+            values = values.where(nothing if is_part is None else is_part, 0.0)
+        return mapped(values.sum(others), total, total) / values_of_all
 
     def normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         precise = x.double()
@@ -345,5 +387,5 @@ def _differentiable_backward(
         y = y if bias is None else y + bias.double().view(along)
         return y.to(x.dtype)
 
-    dy = dy if meeting.counts else torch.zeros_like(dy)
+    dy = dy if meeting.counts else _if_part(is_part, dy)
     return differentiable_gradients(normalized, (x, weight, bias), ctx.needs_input_grad, dy)

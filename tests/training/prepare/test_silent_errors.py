@@ -311,6 +311,23 @@ def passes_of_common_noise(is_prepared: bool) -> Weights:
     return loop.weights()
 
 
+def penalized_on_common_noise(is_prepared: bool) -> Weights:
+    """By its outputs, and by their gradients, also in a batch of which a rank has no samples."""
+    torch.manual_seed(4)
+    head = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    loop = Loop(is_prepared, model=head)
+    noise = torch.rand(5, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    for x, y in loop.loader:
+        loop.optimizer.zero_grad()
+        loop.backward(x, y)
+        loop.model(noise).pow(2).mean().backward()
+        outputs = loop.model(noise.requires_grad_())
+        (found,) = torch.autograd.grad(outputs.pow(2).sum(), noise, create_graph=True)
+        (0.001 * found.pow(2).mean()).backward()
+        loop.optimizer.step()
+    return loop.weights()
+
+
 LOOPS = (
     *(
         thawed,
@@ -326,6 +343,7 @@ LOOPS = (
     *(with_clamped_activations, stepping_in_backward, against_an_adversary),
     *(weighing_by_uncertainty, scaling_of_no_model),
     *(seeded_in_the_loop, seeded_twice, one_batch_at_a_time, passes_of_common_noise),
+    penalized_on_common_noise,
 )
 
 
