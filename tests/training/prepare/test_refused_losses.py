@@ -240,6 +240,27 @@ def test_a_number_that_stands_in_the_code_is_no_number_of_samples(ranks: Any) ->
     assert ranks(2).run(by_numbers_in_the_code, "equal") == [[], []]
 
 
+def masked(outputs: Tensor, targets: Tensor) -> Tensor:
+    counts = targets != targets[0]
+    return ((outputs - targets).square() * counts).sum() / counts.sum()
+
+
+def means_divided_by(steps: int) -> list[str]:
+    with with_settings(balance="equal"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        given = masked, nn.MSELoss(reduction="sum"), DataLoader(data(), batch_size=6, drop_last=True)
+        loss, total, loader, model = evener.prepare(*given, Model().double())
+        for x, _, weight in loader:
+            outputs = model(x).mean((1, 2))
+            value = loss(outputs, weight) / steps + total(outputs, weight) / evener.batch_size() / steps
+            value.backward()
+        return [str(each.message) for each in caught]
+
+
+def test_a_mean_may_be_divided_by_as_many_steps_as_a_rank_has_samples(ranks: Any) -> None:
+    assert ranks(2).run(means_divided_by, 3) == [[], []]
+
+
 @pytest.mark.parametrize("function", [words, contrastive], ids=placeless)
 def test_a_loss_that_is_not_finite_ends_the_loop_alone_too(function: Any) -> None:
     with with_settings():

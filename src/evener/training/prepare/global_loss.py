@@ -267,7 +267,7 @@ def _marked(
     confused = frozenset(number for number in own if number > 1) - others
     return whole_of(
         made,
-        Confused(confused, batch.counted, place.rank, place.later, tuple(on_device), batch.dim),
+        Confused(confused, batch.counted, place.rank, place.later, tuple(on_device), batch.dim, others),
         is_sum,
     )
 

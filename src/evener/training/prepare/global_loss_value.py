@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -47,6 +47,8 @@ class Confused:
     """The numbers of terms of the ranks that add up, if they are still on a device."""
     dim: int = 0
     """The dimension of the samples in the batch's tensors."""
+    whole: frozenset[int] = frozenset()
+    """The numbers of samples and terms of all ranks, as far as they are known."""
 
     def check(self, number: Number, tell: Callable[[int], None]) -> None:
         """Calls ``tell`` with the number if it is this rank's own, when all is known."""
@@ -83,10 +85,19 @@ class GlobalLossValue(Tensor):
             whole.look_at(name, others, inspect.currentframe())
         elif name in ("item", "__float__"):
             whole.look_at_line(inspect.currentframe())
+        is_sum = whole.is_sum and not (name in ("div", "true_divide") and whole.is_mean_over(args[1:2]))
         made = func(*_plain(args), **_plain(kwargs or {}))
         # A sum with a number of divided weights is a DTensor, which backward() refuses.
         stays = name in _STAYS and type(made) is Tensor and not made.dim()
-        return whole_of(made, whole.confused, whole.is_sum) if stays else made
+        return whole_of(made, whole.confused, is_sum) if stays else made
+
+    def is_mean_over(self, divisors: Sequence[Any]) -> bool:
+        """Returns True if a sum that is divided by these is a mean over all ranks, of which any part may be taken."""
+        known = self.confused.whole | self.confused.counted
+        return any(
+            isinstance(each, GlobalLossValue) or (isinstance(each, int) and each in known)
+            for each in divisors
+        )
 
     def look_at(self, name: str, others: list[Any], frame: FrameType | None) -> None:
         """Checks a division or multiplication by ``others`` in the line that calls ``frame``. A number that stands in
