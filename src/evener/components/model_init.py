@@ -267,7 +267,7 @@ def _keep(tensor: Tensor, whole: Tensor) -> None:
     takes a weight that was written to for another."""
     piece, held = shard_spec(tensor), local(tensor)
     part = piece.part(whole) if piece else whole
-    if not torch.equal(held, part):
+    if held.is_meta or not torch.equal(held, part):
         held.copy_(part)
 
 

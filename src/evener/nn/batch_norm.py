@@ -295,8 +295,9 @@ class _StatisticsExchange(NamedTuple):
 
     def number(self, is_part: Tensor | None, like: Tensor) -> Tensor:
         """Returns how many values per channel this rank has in a backward pass, (1,), in double precision."""
-        number = torch.as_tensor(self.own, dtype=torch.float64, device=like.device)
-        return (number if is_part is None else torch.where(is_part, number, 0.0)).view(1)
+        if isinstance(self.own, Tensor):
+            return (self.own if is_part is None else torch.where(is_part, self.own, 0.0)).view(1)
+        return torch.full((1,), float(self.own), dtype=torch.float64, device=like.device)
 
 
 class _Normalize(torch.autograd.Function):
