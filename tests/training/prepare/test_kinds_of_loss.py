@@ -408,6 +408,18 @@ def test_a_function_of_sums_is_not_computed_from_the_rows_of_all() -> None:
     assert way_of(words, (outputs[:1], y[:1]), {}) is LossKind.SUMS
 
 
+def covariance(outputs: Tensor, targets: Tensor) -> Tensor:
+    return ((outputs - outputs.mean(0)) * (targets - targets.mean(0))).mean()
+
+
+@pytest.mark.parametrize("samples", [1, 2, 20])
+def test_a_few_samples_do_not_hide_that_a_function_looks_at_their_mean(samples: int) -> None:
+    """Of one sample there is no covariance, nor of a rank's part of it."""
+    outputs, targets = torch.rand(samples, 3, dtype=torch.float64), torch.rand(samples, 3)
+    assert way_of(covariance, (outputs.requires_grad_(), targets), {}) is LossKind.WHOLE
+    assert way_of(F.mse_loss, (outputs, targets.double()), {}) is LossKind.SUMS
+
+
 @pytest.mark.parametrize("classes", [5, 12])
 def test_a_constant_with_as_many_rows_as_are_tried_is_not_cut(classes: int) -> None:
     """Four rows are tried as twelve."""

@@ -130,6 +130,9 @@ def _found(function: Callable[..., Any], given: Any, ask: Callable[[_Try], T]) -
             answers: list[T] = []
             with suppress(Exception, NotSums):
                 answers = [ask(_Try(function, given, drawn, precise, cut)) for cut in _CUTS]
+            if answers and drawn and rows_in(given) < _LEAST_ROWS:
+                with suppress(Exception, NotSums):
+                    answers += [ask(_Try(function, given, drawn, precise, cut, True)) for cut in _CUTS]
         yield answers
 
 
@@ -147,12 +150,20 @@ class _Try:
         drawn: Whether outputs are drawn at random, instead of those given.
         precise: Whether to compute in double precision.
         parts: Number of equal parts of the rows; one of them is compared with the others.
+        varied: Whether other rows of floating point are drawn, too. A few rows again and again would hide what depends
+            on their mean.
     """
 
     def __init__(
-        self, function: Callable[..., Any], given: Any, drawn: bool, precise: bool, parts: int
+        self,
+        function: Callable[..., Any],
+        given: Any,
+        drawn: bool,
+        precise: bool,
+        parts: int,
+        varied: bool = False,
     ) -> None:
-        self._function, self._precise = function, precise
+        self._function, self._precise, self._varied = function, precise, varied
         self._rows = rows_in(given)
         if any(type(leaf) is Entries and len(leaf) != self._rows for leaf in leaves_of(given)):
             raise ValueError("there are several rows for each entry, and cuts would part them")
@@ -193,7 +204,8 @@ class _Try:
     def _valued(self, leaf: Any, is_output: bool, drawn: bool) -> Any:
         leaf = self._plainly(leaf)
         if not is_output:
-            return leaf
+            is_drawn = self._varied and isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim()
+            return drawn_like(leaf) if is_drawn else leaf
         return (drawn_like(leaf) if drawn and leaf.dim() else leaf.clone()).requires_grad_()
 
     def _has_rows(self, leaf: Any) -> bool:
