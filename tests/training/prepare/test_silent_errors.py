@@ -328,6 +328,22 @@ def penalized_on_common_noise(is_prepared: bool) -> Weights:
     return loop.weights()
 
 
+def penalized_by_gradients(is_prepared: bool) -> Weights:
+    """Of the samples, taken after a loss, also in a batch of which a rank has none."""
+    torch.manual_seed(4)
+    head = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
+    loop = Loop(is_prepared, model=head)
+    for x, y in loop.loader:
+        outputs = loop.model(x.requires_grad_())
+        value = loop.loss(outputs, y)
+        (found,) = torch.autograd.grad(outputs.pow(2).sum(), x, create_graph=True)
+        squares = 0.001 * found.pow(2).sum(1)
+        loop.optimizer.zero_grad()
+        (value + (evener.global_mean(squares) if is_prepared else squares.mean())).backward()
+        loop.optimizer.step()
+    return loop.weights()
+
+
 LOOPS = (
     *(
         thawed,
@@ -343,7 +359,7 @@ LOOPS = (
     *(with_clamped_activations, stepping_in_backward, against_an_adversary),
     *(weighing_by_uncertainty, scaling_of_no_model),
     *(seeded_in_the_loop, seeded_twice, one_batch_at_a_time, passes_of_common_noise),
-    penalized_on_common_noise,
+    *(penalized_on_common_noise, penalized_by_gradients),
 )
 
 

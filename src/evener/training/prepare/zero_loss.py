@@ -76,7 +76,14 @@ def _zeros_of_zeros(gradients: Sequence[Any], came: Sequence[Any]) -> tuple[Any,
         )
     if any(map(bool, (each.any() for each in given))):
         return None
-    return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
+    return tuple(None if each is None else _zeros_like(each) for each in gradients)
+
+
+def _zeros_like(gradient: Tensor) -> Tensor:
+    """Returns zeros, with a graph if one of gradients is wanted: other ranks go through it, and wait for this one."""
+    if not gradient.requires_grad:
+        return torch.zeros_like(gradient)
+    return gradient.masked_fill(gradient.new_ones((), dtype=torch.bool), 0)
 
 
 class _Silent(torch.autograd.Function):
