@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import evener
 from tests.ids import placeless
-from tests.training.prepare.running import Loop, Weights, model_of, prepared, rows, sgd
+from tests.training.prepare.running import Loop, Weights, model_of, prepared, rows, sgd, with_settings
 from tests.training.prepare.test_prepare import said
 
 
@@ -344,6 +344,40 @@ def penalized_by_gradients(is_prepared: bool) -> Weights:
     return loop.weights()
 
 
+def evaluated_with_another_layer(is_prepared: bool) -> Weights:
+    """Put in while the model is in evaluation mode, beside a teacher that is never in another."""
+    torch.manual_seed(4)
+    parts = [nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double() for _ in range(2)]
+    teacher = parts[1].eval()
+    teacher = evener.prepare(teacher) if is_prepared else teacher
+    loop = Loop(is_prepared, model=parts[0])
+    for _ in range(2):
+        for x, y in loop.loader:
+            loop.optimizer.zero_grad()
+            loop.backward(x + teacher(x).mean(1, keepdim=True), y)
+            loop.optimizer.step()
+        loop.model.eval()
+        with torch.random.fork_rng():
+            torch.manual_seed(9)
+            loop.model[2] = nn.Linear(5, 3).double()
+        loop.optimizer = sgd(loop.model)
+        with torch.no_grad():
+            for x, y in loop.loader:
+                loop.loss(loop.model(x), y)
+        loop.model.train()
+    return loop.weights() | {f"teacher's {name}": value for name, value in teacher.state_dict().items()}
+
+
+@pytest.mark.parametrize("settings", [{}, {"strategy": "sharded"}], ids=["ddp", "sharded"])
+def test_models_keep_the_mode_that_they_have(settings: dict[str, Any]) -> None:
+    with with_settings(**settings):
+        model = nn.Sequential(nn.Linear(4, 5), nn.Dropout(), nn.Linear(5, 3))
+        model[1].eval()
+        assert [each.training for each in evener.prepare(model).modules()] == [True, True, False, True]
+        evaluated = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)).eval()
+        assert not any(each.training for each in evener.prepare(evaluated).modules())
+
+
 LOOPS = (
     *(
         thawed,
@@ -359,7 +393,7 @@ LOOPS = (
     *(with_clamped_activations, stepping_in_backward, against_an_adversary),
     *(weighing_by_uncertainty, scaling_of_no_model),
     *(seeded_in_the_loop, seeded_twice, one_batch_at_a_time, passes_of_common_noise),
-    *(penalized_on_common_noise, penalized_by_gradients),
+    *(penalized_on_common_noise, penalized_by_gradients, evaluated_with_another_layer),
 )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from evener.components.model_init import share_whole_weights
+from evener.components.modes import modes_kept
 from evener.core.config.run_config import RunConfig
 from evener.core.task.task import Task, call_model
 from evener.distributed.session import Session
@@ -66,7 +67,8 @@ class LearnerOfLoop:
         if self.divides:
             agree(whole)
             share_whole_weights(whole, session.world, session.device, session.rank == 0)
-        return set_up(self._strategy, task, session, self._settings, agree, is_filled=self.divides)
+        with modes_kept(whole):  # the loop chooses between training and evaluation, also for a teacher
+            return set_up(self._strategy, task, session, self._settings, agree, is_filled=self.divides)
 
 
 def _data_of(objects: Sequence[Any]) -> Any:
