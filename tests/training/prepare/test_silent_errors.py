@@ -100,6 +100,8 @@ def two_calls(is_prepared: bool) -> Weights:
         loop.loss(loop.model(x) + second(x), y).backward()
         loop.optimizer.step()
         optimizer.step()
+        for each in (loop.optimizer, optimizer):
+            each.load_state_dict(copy.deepcopy(each.state_dict()))
     return loop.weights() | {f"second.{name}": value.detach() for name, value in second.state_dict().items()}
 
 

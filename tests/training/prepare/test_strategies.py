@@ -344,8 +344,12 @@ def test_it_is_so_for_weights_in_parts(ranks: Any, loop: Callable[[bool], Weight
 
 @pytest.mark.parametrize(
     "loop",
-    [test_silent_errors.with_another_head, test_silent_errors.something_else_between_two_calls],
-    ids=["another head", "two calls"],
+    [
+        test_silent_errors.with_another_head,
+        test_silent_errors.something_else_between_two_calls,
+        test_silent_errors.two_calls,
+    ],
+    ids=["another head", "something between two calls", "two calls"],
 )
 def test_divided_updates_follow_new_layers(ranks: Any, loop: Callable[[bool], Weights]) -> None:
     expected = loop(False)

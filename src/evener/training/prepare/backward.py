@@ -229,6 +229,7 @@ class Passes:
         Raises:
             ConfigurationError: For other tensors, whose gradients cannot be summed, or a graph of gradients.
         """
+        self._place.look_for_changes()
         if any(map(self._mean.is_summed_in_backward, inputs)):
             raise ConfigurationError(
                 "torch.autograd.grad was asked for the gradient of a weight that is divided over the ranks, which only "

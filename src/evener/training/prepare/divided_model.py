@@ -82,6 +82,10 @@ class DividedOptimizers:
         self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
 
+    def renew(self, spec: Spec, mesh: Mesh) -> None:
+        """Goes on with another division, after layers were put in or other models came. What a rank has stays."""
+        self._spec, self._mesh = spec, mesh
+
     def take_whole(self, parameters: Mapping[Tensor, bool]) -> None:
         """Takes parameters that one rank updates as wholes, and whether it is this one."""
         self._whole.update(parameters)

@@ -78,6 +78,8 @@ class LoopDivision:
             )
             self._optimizers = self._model
             self._numbers = NumbersOfParts(learner, self._meet)
+        elif self._owners is not None and self._optimizers is not None:
+            self._optimizers.renew(self._owners.spec, learner.mesh)
         elif self._owners is not None:
             self._optimizers = DividedOptimizers(self._owners.spec, learner.mesh, self._meet, gather)
         return learner

@@ -119,17 +119,13 @@ def _found(function: Callable[..., Any], given: Any, ask: Callable[[_Try], T]) -
     """Yields answers, from the most telling values on. An answer is empty if the function failed on the values."""
     cards = [leaf.device for leaf in leaves_of(unwrapped(given)) if isinstance(leaf, Tensor) and leaf.is_cuda]
     for drawn, precise in ((True, True), (True, False), (False, True), (False, False)):
-        # without devices, fork_rng() would not restore the GPU's generator
-        with (
-            generators_kept(),
-            torch.random.fork_rng(sorted({card.index or 0 for card in cards})),
-            nullcontext()
-            if isinstance(function, nn.Module)
-            else unchanged(function),  # a copy of a module is tried
-        ):
+        # A copy of a module is tried. Without devices, fork_rng() would not restore the GPU's generator.
+        kept = nullcontext() if isinstance(function, nn.Module) else unchanged(function)
+        drawing = torch.random.fork_rng(sorted({card.index or 0 for card in cards}))
+        with generators_kept(), drawing, kept:
             answers: list[T] = []
             with suppress(Exception, NotSums):
-                answers = [ask(_Try(function, given, drawn, precise, cut)) for cut in _CUTS]
+                answers = [ask(_Try(function, given, drawn, precise, cut, False)) for cut in _CUTS]
             if answers and drawn and rows_in(given) < _LEAST_ROWS:
                 with suppress(Exception, NotSums):
                     answers += [ask(_Try(function, given, drawn, precise, cut, True)) for cut in _CUTS]
@@ -155,13 +151,7 @@ class _Try:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        given: Any,
-        drawn: bool,
-        precise: bool,
-        parts: int,
-        varied: bool = False,
+        self, function: Callable[..., Any], given: Any, drawn: bool, precise: bool, parts: int, varied: bool
     ) -> None:
         self._function, self._precise, self._varied = function, precise, varied
         self._rows = rows_in(given)
