@@ -5,6 +5,7 @@ import time
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 from evener.distributed.shm import futex
@@ -70,15 +71,20 @@ def times_given_way(cores: int) -> int:
     with mock.patch.object(slots_module, "usable_cores", return_value=cores):
         slots = Slots(group, 1, 64, 20)
     dist.barrier()
+    told = torch.ones(1)
+    # Rank 1 comes when rank 0 has given way, or after a while if that is not to be.
+    ways = mock.Mock(side_effect=lambda: dist.send(told, 1) if ways.call_count == 1 else None)
     with (
-        mock.patch.object(slots_module, "give_way") as given,
+        mock.patch.object(slots_module, "give_way", ways),
+        mock.patch.object(slots_module, "_YIELD_SECONDS", 20.0),
         mock.patch.object(slots_module, "CROWD", SpinWait()),
     ):
         if dist.get_rank() == 1:
-            time.sleep(0.05)
+            dist.recv(told, 0) if cores > 1 else time.sleep(0.05)
+            ways.side_effect = None
         slots.publish(ENTERED, 1)
         slots.wait(ENTERED, 1)
-    return given.call_count
+    return ways.call_count
 
 
 def test_ranks_give_way_only_where_each_may_have_a_core(ranks: Any) -> None:
