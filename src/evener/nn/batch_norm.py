@@ -205,10 +205,10 @@ def _is_placeholder() -> bool:
 
 def _gather_statistics(
     x: Tensor, counts: bool, group: Peers, name: str
-) -> tuple[Channels, Channels, Channels, Channels | int, Tensor | int]:
+) -> tuple[Channels, Channels, Channels, Channels | int, Tensor]:
     """Returns the count (0-d), mean (C,) and biased variance (C,) over all ranks, in float64, bitwise the same on all
     ranks; the number of ranks whose values are copies of each other (see :func:`_copies`), else 1; and this rank's own
-    count, that of a copy also where its samples do not count.
+    count (1,), that of a copy also where its samples do not count.
 
     Raises:
         ValueError: On a CPU, if there are fewer than two values per channel.
@@ -222,10 +222,10 @@ def _gather_statistics(
     count, mean, squares = _combine(light(parts))
     variance = squares / count
     copies = light(_copies(parts)) if group.is_by_batches else 1
-    own: Tensor | int = n
+    own = message[:1]
     if group.is_by_batches and not counts and x.numel():
         row = _row(x)
-        own = torch.where(_copies(torch.cat([parts, row[None]])) > parts[:, 0].count_nonzero(), row[0], 0.0)
+        own = torch.where(_copies(torch.cat([parts, row[None]])) > parts[:, 0].count_nonzero(), row[:1], 0.0)
     variance = variance.masked_fill(count <= 1, math.nan) if is_late(x.device) else variance
     return count, mean, variance, copies, own
 
@@ -281,23 +281,17 @@ class _StatisticsExchange(NamedTuple):
     """Number of values per channel over all ranks (0-d)."""
     counts: bool
     """True if this rank's samples count, False for a placeholder."""
-    own: Tensor | int
-    """The number of this rank's values per channel. 0 for a placeholder, unless its values are a copy of those that all
-    others have."""
+    own: Tensor
+    """The number of this rank's values per channel, (1,). 0 for a placeholder, unless its values are a copy of those
+    that all others have."""
 
-    def partaking(self, dy: Tensor) -> Tensor | None:
-        """Returns whether a placeholder is more than that, as in a pass on data that all ranks have: then a loss gives
-        it a gradient. None if this rank's samples count, or it never takes part."""
-        if self.counts or not isinstance(self.own, Tensor):
-            return None
+    def partaking(self, dy: Tensor) -> Tensor | bool:
+        """Returns whether this rank is part of a backward pass with the gradient ``dy``. A placeholder is if it is a
+        copy, as in a pass on data that all ranks have, and a loss gives it a gradient."""
+        if self.counts or not self.peers.is_by_batches:
+            return self.counts
         size = dy.detach().abs().sum()
         return (self.own > 0) & (size > 0) & size.isfinite()
-
-    def number(self, is_part: Tensor | None, like: Tensor) -> Tensor:
-        """Returns how many values per channel this rank has in a backward pass, (1,), in double precision."""
-        if isinstance(self.own, Tensor):
-            return (self.own if is_part is None else torch.where(is_part, self.own, 0.0)).view(1)
-        return torch.full((1,), float(self.own), dtype=torch.float64, device=like.device)
 
 
 class _Normalize(torch.autograd.Function):
@@ -325,8 +319,7 @@ class _Normalize(torch.autograd.Function):
             return (*_differentiable_backward(ctx, x, weight, bias, dy), None, None)
         sums, dx = given.sums(dy, x), None
         is_part = ctx.meeting.partaking(dy)
-        if not ctx.meeting.counts:  # 0 times a placeholder's gradient may be NaN
-            dy, sums = _if_part(is_part, dy), _if_part(is_part, sums)
+        dy, sums = _if_part(is_part, dy), _if_part(is_part, sums)
         if ctx.needs_input_grad[0]:
             dx = _gradient(ctx.meeting, given, dy, x, sums, is_part)
         dy_xhat, dy_sum = sums.view(2, -1)
@@ -340,23 +333,26 @@ class _Normalize(torch.autograd.Function):
         )
 
 
-def _if_part(is_part: Tensor | None, values: Tensor) -> Tensor:
-    return torch.zeros_like(values) if is_part is None else torch.where(is_part, values, 0.0)
+def _if_part(is_part: Tensor | bool, values: Tensor) -> Tensor:
+    """Returns ``values``, or zeros if the rank is no part: 0 times a placeholder's gradient may be NaN."""
+    if isinstance(is_part, Tensor):
+        return torch.where(is_part, values, 0.0)
+    return values if is_part else torch.zeros_like(values)
 
 
 def _gradient(
-    meeting: _StatisticsExchange, given: Given, dy: Tensor, x: Tensor, sums: Tensor, is_part: Tensor | None
+    meeting: _StatisticsExchange, given: Given, dy: Tensor, x: Tensor, sums: Tensor, is_part: Tensor | bool
 ) -> Tensor:
     by_batches, values = meeting.peers.is_by_batches, meeting.values
-    message = torch.cat([sums, meeting.number(is_part, sums)]) if by_batches else sums.clone()
+    message = torch.cat([sums, _if_part(is_part, meeting.own)]) if by_batches else sums.clone()
     later = meeting.peers.all_reduce_later(message, f"{meeting.name}, backward")
     dx = given.direct(dy, x)  # needs no answer of the other ranks
     totals = later()
     if by_batches:
         totals, values = totals[:-1], light(totals[-1])
-    if meeting.counts or is_part is not None:  # a placeholder is no part of the statistics
+    if is_part is not False:  # a placeholder is no part of the statistics
         given.through_statistics(dx, x, totals, values)
-    return dx if is_part is None else _if_part(is_part, dx)
+    return _if_part(is_part, dx)
 
 
 def _differentiable_backward(
@@ -365,9 +361,10 @@ def _differentiable_backward(
     """Computes what backward does by operations that autograd knows, for gradients of gradients."""
     meeting: _StatisticsExchange = ctx.meeting
     is_part, name = meeting.partaking(dy), f"{meeting.name}, gradients of gradients"
-    values_of_all = torch.as_tensor(meeting.values, dtype=torch.float64, device=x.device)
     if meeting.peers.is_by_batches:
-        values_of_all = meeting.peers.all_reduce_later(meeting.number(is_part, values_of_all), name)()[0]
+        count = meeting.peers.all_reduce_later(_if_part(is_part, meeting.own).clone(), name)()
+    else:
+        count = torch.as_tensor(meeting.values, dtype=torch.float64, device=x.device)
     others = [d for d in range(x.dim()) if d != 1]
     along = [1, -1, *[1] * (x.dim() - 2)]
 
@@ -375,10 +372,10 @@ def _differentiable_backward(
         def total(sums: Tensor) -> Tensor:
             return meeting.peers.all_reduce_later(sums.clone(), name)()
 
-        if not meeting.counts:  # it takes part in the message, and in nothing else
-            nothing = torch.zeros((), dtype=torch.bool, device=values.device)
-            values = values.where(nothing if is_part is None else is_part, 0.0)
-        return mapped(values.sum(others), total, total) / values_of_all
+        if is_part is not True:  # it takes part in the message, and in nothing else
+            hidden = values.new_ones((), dtype=torch.bool) if is_part is False else ~is_part
+            values = values.masked_fill(hidden, 0)
+        return mapped(values.sum(others), total, total) / count
 
     def normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         precise = x.double()
@@ -388,5 +385,5 @@ def _differentiable_backward(
         y = y if bias is None else y + bias.double().view(along)
         return y.to(x.dtype)
 
-    dy = dy if meeting.counts else _if_part(is_part, dy)
+    dy = _if_part(is_part, dy)
     return differentiable_gradients(normalized, (x, weight, bias), ctx.needs_input_grad, dy)
