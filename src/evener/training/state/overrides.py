@@ -115,9 +115,8 @@ class TaskTerms:
         for name, (old, new) in list(_changes(saved["losses"], self.said["losses"]).items())[:_MOST_TOLD]:
             tell(f"{name} is {new}, and was {old} when the checkpoint was made: the task's is used")
         changes = _changes(saved.get("modules", {}), self.said["modules"])
-        both = {
-            name: pair for name, pair in changes.items() if "none" not in pair
-        }  # a rank may have some alone
+        # A rank may have some alone.
+        both = {name: pair for name, pair in changes.items() if "none" not in pair}
         for name, (old, new) in list(both.items())[:_MOST_TOLD]:
             tell(f"module {name} is {new}, and was {old} when the checkpoint was made: the task's is used")
         before, now = saved["trained"], self.said["trained"]

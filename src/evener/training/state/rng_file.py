@@ -73,12 +73,7 @@ class _Python:
         state = random.getstate()
         _, words, gauss = state
         # The last word is the index of the next word; the words change together.
-        mark = (
-            words[0],
-            words[1],
-            words[-1],
-            gauss,
-        )
+        mark = words[0], words[1], words[-1], gauss
         if mark != self._known:
             self._known, self._pickled = mark, pickle.dumps(state, protocol=5)
         return self._pickled
