@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evener
+from evener.errors import EvenerError
 from evener.training.prepare import prepare as preparing
 from tests.tiers import ALWAYS, NIGHTLY
 
@@ -94,3 +95,11 @@ class Loop:
 
     def weights(self) -> Weights:
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+
+def said(loop: Callable[[bool], Any], **settings: Any) -> str:
+    try:
+        prepared(loop, **settings)
+    except EvenerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

@@ -32,7 +32,13 @@ from tests.ids import placeless
 from tests.tiers import ALWAYS, SLOW, crossed, spread
 from tests.training.prepare import test_kinds_of_loss as kinds
 from tests.training.prepare import test_losses_of_a_loop as of_a_loop
-from tests.training.prepare import test_prepare, test_silent_errors, test_strategies
+from tests.training.prepare import (
+    test_prepare,
+    test_refused_passes,
+    test_refused_steps,
+    test_silent_errors,
+    test_strategies,
+)
 from tests.training.prepare import test_refused_losses as refused_losses
 from tests.training.prepare.running import (
     Loop,
@@ -41,6 +47,7 @@ from tests.training.prepare.running import (
     model_of,
     prepared,
     rows,
+    said,
     sgd,
     with_settings,
 )
@@ -265,33 +272,33 @@ def test_a_step_that_reads_is_found_out(ranks: Any) -> None:
 
 def told(loop: Callable[[bool], Any], balance: str = "3,1") -> str:
     with lateness():
-        return test_prepare.said(loop, balance=balance)
+        return said(loop, balance=balance)
 
 
 @pytest.mark.parametrize(
     ("loop", "words"),
     [
         (
-            test_silent_errors.a_term_of_samples,
+            test_refused_passes.a_term_of_samples,
             r"backward was called on \S+ on rank 0 and on \S+ on rank 1 in step 0, and goes with the number",
         ),
         (
-            test_silent_errors.a_factor_with_the_same_value,
+            test_refused_passes.a_factor_with_the_same_value,
             r"prepared losses count 0\.\S+ times on rank 0 and 0\.\S+ times on rank 1 in step 0: what",
         ),
         (
-            test_prepare.with_the_plain_loss,
+            test_refused_steps.with_the_plain_loss,
             r"backward was called on 1.\d+ on rank 0 and on 1.\d+ on rank 1 in",
         ),
         (
-            test_prepare.a_loss_that_is_not_finite,
+            test_refused_steps.a_loss_that_is_not_finite,
             "DivergenceError: the loss is nan in step 2 on rank 1, and the",
         ),
         (
-            test_prepare.a_loss_on_one_rank_alone,
+            test_refused_steps.a_loss_on_one_rank_alone,
             "different places of the loop: rank 0 in the loss, rank 1 in",
         ),
-        (test_prepare.shuffling_apart, "the ranks are not working on the same batch"),
+        (test_refused_steps.shuffling_apart, "the ranks are not working on the same batch"),
     ],
     ids=placeless,
 )
@@ -359,8 +366,8 @@ def times_own(balance: str) -> list[str]:
 
 
 def test_a_mean_times_the_samples_of_one_rank_is_told(ranks: Any) -> None:
-    for said in ranks(2).run(times_own, "2,1"):
-        assert any("multiplied by" in each and "evener.batch_size()" in each for each in said), said
+    for texts in ranks(2).run(times_own, "2,1"):
+        assert any("multiplied by" in each and "evener.batch_size()" in each for each in texts), texts
 
 
 def last(_: bool, then: str, directory: str) -> str:
@@ -479,7 +486,7 @@ def unsound(_: bool, then: str) -> list[str]:
 @pytest.mark.parametrize("then", ["save", "go on"])
 def test_unsound_gradients_are_told_before_they_are_saved(ranks: Any, settings: Any, then: str) -> None:
     words = "the gradient of 2.weight is not finite before the update of step 1: the run stops here"
-    for said in ranks(2).run(late, unsound, then, **settings):
-        assert said[:2] == ["step 0", "step 1"]
-        assert len(said) == 3 or (then == "go on" and said[2:-1] == ["step 2"])
-        assert words in said[-1]
+    for texts in ranks(2).run(late, unsound, then, **settings):
+        assert texts[:2] == ["step 0", "step 1"]
+        assert len(texts) == 3 or (then == "go on" and texts[2:-1] == ["step 2"])
+        assert words in texts[-1]

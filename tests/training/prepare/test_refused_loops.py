@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import evener
 from evener.errors import EvenerError
-from tests.training.prepare import test_prepare
+from tests.training.prepare import test_prepare, test_refused_steps
 from tests.training.prepare.running import prepared, rows
 from tests.training.prepare.test_strategies import TENSOR, ZERO1, ZERO2, ZERO3, Settings, loop_of, model
 
@@ -230,7 +230,7 @@ REFUSED = (
         "a graph of its own .* one unit .* or use zero=1 or strategy",
     ),
     (
-        test_prepare.with_the_plain_loss,
+        test_refused_steps.with_the_plain_loss,
         ZERO3,
         r"called on 1.2\d+ on rank 0 and on 1.4\d+ on rank 1, .* no prepared loss",
     ),

@@ -15,8 +15,7 @@ from torch import nn
 import evener
 from evener.training.prepare import replicas as comparing
 from tests.ids import placeless
-from tests.training.prepare.running import Loop
-from tests.training.prepare.test_prepare import said
+from tests.training.prepare.running import Loop, said
 from tests.training.prepare.test_silent_errors import steps
 
 
