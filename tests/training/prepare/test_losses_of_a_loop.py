@@ -123,3 +123,42 @@ def test_rows_that_are_kept_are_of_their_batch(ranks: Any, balance: str) -> None
     expected = numbers_of_the_batch_before(False)
     for found in ranks(2).run(prepared, numbers_of_the_batch_before, balance=balance):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+# A loss that is trained
+
+
+class Centres(nn.Module):
+    """Its parameters are those of no sample, and part of its value does not go through samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.linspace(-1, 1, 9, dtype=torch.float64).view(3, 3))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        apart = torch.cdist(F.normalize(outputs), F.normalize(self.centres))
+        return (
+            F.cross_entropy(-4 * apart, targets) + contrastive(outputs, targets) + self.centres.square().sum()
+        )
+
+
+def centres_of(is_prepared: bool) -> dict[str, Tensor]:
+    torch.manual_seed(4)
+    model, loss = model_of(), Centres()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+    loader = DataLoader(rows(), batch_size=6)
+    if is_prepared:
+        model, loss, optimizer, loader = evener.prepare(model, loss, optimizer, loader)
+    for x, y in loader:
+        optimizer.zero_grad()
+        value = evener.global_mean(loss, model(x), y) if is_prepared else loss(model(x), y)
+        value.backward()
+        optimizer.step()
+    return {**model.state_dict(), **loss.state_dict()}
+
+
+def test_a_loss_with_parameters_is_trained_as_on_one_device(ranks: Any) -> None:
+    expected = centres_of(False)
+    for found in ranks(2).run(functools.partial(prepared, balance="3,1"), centres_of):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=name)

@@ -27,7 +27,8 @@ WAITS = (
 """The reasons for which the ranks exchange values."""
 WAY_OUT = (
     "Give the loss function to evener.prepare and call what it returns, or say evener.global_mean(value) of a mean "
-    "that the model computed itself"
+    "that the model computed itself. A loss with parameters of its own is a model: call "
+    "evener.global_mean(loss, outputs, targets)"
 )
 _ALIKE = 1e-3
 """Relative tolerance for the size of a gradient that ranks compute from the same rows."""
