@@ -32,3 +32,16 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_buffers() -> None:
     assert model.made is None
     assert model.count is count
     assert model.count == 0
+
+
+def test_a_pass_under_way_goes_backward_after_a_trial_of_the_model() -> None:
+    """Also if the trial wrote to a buffer in a way that autograd does not see."""
+    model, scale, inputs = nn.Module(), torch.full((3,), 2.0), torch.ones(3, requires_grad=True)
+    model.register_buffer("scale", scale)
+    outputs = inputs * scale
+    before = BufferSnapshot(model)
+    scale.data.add_(1)
+    before.restore()
+    outputs.sum().backward()  # type: ignore[no-untyped-call]
+    assert inputs.grad is not None
+    assert inputs.grad.tolist() == [2.0, 2.0, 2.0]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from evener.torch_internals.autograd import version
 from evener.torch_internals.modules import own_buffers
 
 
@@ -23,7 +24,7 @@ class BufferSnapshot:
         buffers = {
             id(buffer): buffer for _, kept in self._held for buffer in kept.values() if buffer is not None
         }
-        self._values = [(buffer, buffer.clone()) for buffer in buffers.values()]
+        self._values = [(buffer, buffer.clone(), _version_of(buffer)) for buffer in buffers.values()]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -31,5 +32,11 @@ class BufferSnapshot:
         are None."""
         for held, kept in self._held:
             held.update(kept)
-        for buffer, value in self._values:
-            buffer.copy_(value)
+        for buffer, value, was in self._values:
+            # Autograd need not know of a value that comes again: a pass under way may have saved the buffer.
+            is_as_saved = was is not None and was == _version_of(buffer)
+            (buffer.data if is_as_saved else buffer).copy_(value)
+
+
+def _version_of(buffer: Tensor) -> int | None:
+    return None if buffer.is_inference() else version(buffer)
