@@ -157,7 +157,8 @@ def global_mean(value: Tensor | Callable[..., Any], *arguments: Any, **named: An
 
     ::
 
-        evener.global_mean(loss)                        the mean over samples, from that over this rank's
+        evener.global_mean(loss)                        the mean over samples, from that over this rank's; of a cross
+                                                        entropy, and of terms chosen by a mask, that over the terms
         evener.global_mean(loss, (y != -1).sum())       the mean over words, of which this rank has so many
         evener.global_mean(losses)                      the mean over all elements, from this rank's
         evener.global_mean(function, outputs, targets)  of all samples, of whatever kind the function is
@@ -177,12 +178,16 @@ def global_mean(value: Tensor | Callable[..., Any], *arguments: Any, **named: An
     if not isinstance(value, Tensor):
         return loop_watch().prepared("loss", value, _over_all(value, place))(*arguments, **named)
     count = _count_of(*arguments, **named)
+    kind = "known"
     if count is None and not value.dim():
-        refuse_divided(
-            "evener.global_mean of a mean weighs by samples unless it is given the count", current_batch
-        )
-        current_batch.is_counted, count = True, current_batch.samples
-    mean = losses.global_mean(place, value, count)
+        count = place.terms.number(value, current_batch) if place.world_size > 1 else None
+        kind = "over samples" if count is None else "over terms"
+        if count is None:
+            refuse_divided(
+                "evener.global_mean of a mean weighs by samples unless it is given the count", current_batch
+            )
+            current_batch.is_counted, count = True, current_batch.samples
+    mean = losses.global_mean(place, value, count, kind)
     loop_watch().mean(mean)
     return mean
 

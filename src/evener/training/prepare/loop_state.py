@@ -42,6 +42,7 @@ from evener.training.prepare.printed import PrintedTexts
 from evener.training.prepare.rank_checks import WAITS, check_crossed, check_exchange, check_marks
 from evener.training.prepare.replicas import LoopReplicas
 from evener.training.prepare.rng import CommonRandom
+from evener.training.prepare.terms_of_means import TermsOfMeans
 from evener.training.step.exchange import Exchange
 
 _WIDTH = 8
@@ -77,14 +78,14 @@ class LoopState:
         learner = self.division.set_up(make, models, session)
         models = held_by(learner, len(models))
         self._learners = [learner]
-        self._held = self._layers(models)
-        self._models = list(models)
+        self._held, self._models = self._layers(models), list(models)
         self._control: Exchange = quickest(session)
         self.work_timer = WorkTimer(stopwatch(session.device), learner.settings.throttle, session.rank)
         self.later = LateChecks(session, lambda: self.steps)
         self.mean = MeanOfRanks(learner, models, self.exchange, self.later)
         random.exchange = lambda *numbers: self.exchange("seeding anew", *numbers)
-        self.steps, self.printed, self.replicas = 0, PrintedTexts(), LoopReplicas()
+        self.steps, self.printed = 0, PrintedTexts()
+        self.replicas, self.terms = LoopReplicas(), TermsOfMeans(self.exchange)
         self.is_over, self.function = False, ""  # the name of the loss that is computing, if one is
         self.is_in_pass = False
         """True while ``backward()`` is running."""
@@ -366,8 +367,7 @@ class LoopState:
     @contextmanager
     def summing(self) -> Iterator[None]:
         """Context in which ranks wait for each other's gradients."""
-        watchdog = self.session.watchdog
-        with watchdog.phase("the sum of gradients", step=self.steps, explains=True), waiting():
+        with self.session.watchdog.phase("the sum of gradients", step=self.steps, explains=True), waiting():
             yield
 
     @property

@@ -195,6 +195,10 @@ class OverAll:
         return f"OverAll({self.function!r})"
 
 
+_OF_TWO_KINDS = (
+    "a mean is over words, or other terms of a sample, on one rank and over samples on another, as where an if leaves "
+    "out a loss without terms: say how many, evener.global_mean(value, count), which may be 0"
+)
 _PARTED: Any = object()
 """Returned if the result must be computed from the rows of all ranks instead."""
 
@@ -232,14 +236,16 @@ def _width(place: LoopState, terms: Tensor) -> int:
     return place.current_batch("").width(terms.numel(), *terms.shape[:1])
 
 
-def global_mean(place: LoopState, value: Tensor, count: float | Tensor | None) -> Tensor:
+def global_mean(place: LoopState, value: Tensor, count: float | Tensor | None, kind: str = "known") -> Tensor:
     """Returns the mean over the terms of all ranks, from this rank's mean over ``count`` terms.
 
     Args:
         count: None if ``value`` is the terms themselves, all of which count.
+        kind: What the terms are; the same on all ranks.
 
     Raises:
-        LossError: If the value comes from a number of all ranks, which would count once for each.
+        LossError: If the value comes from a number of all ranks, which would count once for each. On all ranks, if the
+            kinds differ.
     """
     if is_of_all_ranks(value, place):
         raise LossError(_TWICE)
@@ -249,7 +255,12 @@ def global_mean(place: LoopState, value: Tensor, count: float | Tensor | None) -
     if value.dim():
         return joined(place, total_of(value), count)
     value = value.to(torch.promote_types(value.dtype, torch.float32))  # the sum may overflow float16
+    number: float | Tensor
     if isinstance(count, Tensor) and place.later.is_late(count):
-        return joined(place, silent_if_zero(value) * count.to(value.dtype), count)
-    number = float(count)
-    return joined(place, value * number, number)
+        value, number = silent_if_zero(value), count.to(value.dtype)
+    else:
+        number = float(count)
+    try:
+        return joined(place, value * number, number, code=kind)
+    except Parted:
+        raise LossError(_OF_TWO_KINDS) from None
