@@ -108,6 +108,25 @@ def test_the_loss_of_a_model_that_writes_an_answer_is_its_own() -> None:
     torch.testing.assert_close(loss.total(found.logits, labels) / loss.count(labels), own.loss)
 
 
+def test_inputs_of_a_decoder_are_made_of_labels_as_the_model_does() -> None:
+    """Unless the collator has made some. Workers that collate get no weights."""
+    from evener.integrations.transformers.batches import Collation
+
+    sizes = {"vocab_size": 20, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    made = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    labels, words = torch.tensor([[3, 4, 5], [6, -100, -100]]), torch.ones(2, 4, dtype=torch.long)
+    expected = made.prepare_decoder_input_ids_from_labels(labels)
+    collation = Collation(lambda _: {"input_ids": words, "labels": labels}, made, False)
+    inputs, targets = collation([{}, {}])
+    assert inputs.keys() == {"input_ids", "decoder_input_ids"}
+    assert torch.equal(inputs["decoder_input_ids"], expected)
+    assert torch.equal(targets, labels)
+    assert not list(collation._answers.parameters())
+    assert list(made.parameters())
+    own = Collation(lambda _: {"decoder_input_ids": words, "labels": labels}, made, False)([{}, {}])[0]
+    assert torch.equal(own["decoder_input_ids"], words)
+
+
 def test_labels_that_do_not_go_with_logits_are_refused() -> None:
     from evener.integrations.transformers.losses import SampleLoss
 

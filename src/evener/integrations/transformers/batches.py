@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +12,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from evener.errors import DataError
+
+_ANSWERED = "prepare_decoder_input_ids_from_labels"
+"""The method by which collators of ``transformers`` make inputs of a decoder."""
+_OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 
 
 class Collation:
@@ -30,6 +35,7 @@ class Collation:
         self._taken = set(parameters)
         self._takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         self._columns = self._taken | {"label", "label_ids", "labels"}
+        self._answers = _without_weights(base) if hasattr(base, _ANSWERED) else None
 
     def __call__(self, items: list[Any]) -> tuple[dict[str, Any], Any]:
         """Returns inputs and labels of a batch. For items of :class:`Unlabelled`, the labels are zeros, one per item.
@@ -44,7 +50,14 @@ class Collation:
             raise DataError(
                 f"a batch of the collator has {', '.join(batch)}, and no labels; let it make some"
             )
-        return self._inputs(batch), batch["labels"]
+        return self._answered(self._inputs(batch), batch["labels"]), batch["labels"]
+
+    def _answered(self, inputs: dict[str, Any], labels: Any) -> dict[str, Any]:
+        """Returns the inputs with those of the decoder, which a model that writes an answer makes of the labels that it
+        is given. Here it gets none."""
+        if self._answers is None or not inputs.keys().isdisjoint(_OF_DECODER):
+            return inputs
+        return inputs | {"decoder_input_ids": getattr(self._answers, _ANSWERED)(labels)}
 
     def batch(self, items: list[Any]) -> Mapping[str, Any]:
         """Returns the collator's batch of these items."""
@@ -65,6 +78,13 @@ class Collation:
     def labelled(self, dataset: Any) -> bool:
         """Returns True if the first sample of the dataset has labels."""
         return "labels" in self.batch([dataset[0]])
+
+
+def _without_weights(model: nn.Module) -> nn.Module:
+    """Returns a copy that knows the model's config alone, for workers that collate."""
+    made = copy.copy(model)
+    vars(made).update(_parameters={}, _buffers={}, _modules={})
+    return made
 
 
 class _Unlabelled:
