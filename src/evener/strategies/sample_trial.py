@@ -14,7 +14,8 @@ model also runs on fewer samples: an output whose number of rows stays the same 
 whose rows are as long as there are samples has a number for each pair of them, of which half may change.
 
 A model may also compute its own loss. That of ``a b a b`` is the same as that of ``a b`` if it is a mean, and double if
-it is a sum; that of a contrastive loss is neither.
+it is a sum; that of a contrastive loss is neither. A mean over all samples lies between those over two parts of them;
+a product of two means, as the balance of a mixture of experts is, need not.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ _MOST = 4
 _SEED = 0x5EED
 _FAR, _FAR_IN_HALF = 0.01, 0.1
 """Means of the differences of an output that count, as parts of the mean of its numbers. Medians count from a tenth."""
+
+_OUTSIDE, _NOISES, _TURNS = 1e-4, 20, 3
+"""How far a mean may lie outside of those of parts, as a part of itself, and in differences that rounding made. In how
+many ways parts are chosen."""
 
 Outputs = list[tuple[str, Any]]
 """Outputs of a model with their names; None in place of what is no tensor."""
@@ -159,7 +164,9 @@ def _what_is_mixed(learner: Learner, run: ModelRun) -> str:
     moved, odd = _moved(whole.outputs, other.outputs, half, far), dict[str, str]()
     if not whole.draws and any(_is_loss(leaf) for _, leaf in whole.outputs):
         once, twice = (_computed(learner, run, beside[:number]).outputs for number in (half, 2 * half))
-        odd = _no_means(once, twice, far)
+        odd = _no_means(once, twice, far) or (
+            _not_between(learner, run, whole.outputs, once, twice) if not is_coarse else {}
+        )
     if (not moved and not odd) or not _are_same(whole.outputs, _computed(learner, run, first).outputs, far):
         return ""
     fewer = _computed(learner, run, first[:-1]).outputs
@@ -195,6 +202,38 @@ def _no_means(once: Outputs, twice: Outputs, far: float) -> dict[str, str]:
                     f"the model's {name}, one number, is {single:.4g} for some samples and {double:.4g} for the same "
                     "samples twice, which is neither a mean nor a sum over them"
                 )
+    return found
+
+
+def _not_between(
+    learner: Learner, run: ModelRun, whole: Outputs, once: Outputs, twice: Outputs
+) -> dict[str, str]:
+    """Returns which losses lie outside of those of two parts of the samples. Says what they are.
+
+    Args:
+        once: Outputs for some samples; ``twice``: for the same, each of which is there twice. They show how much the
+            number of rows changes by rounding alone.
+    """
+    found, rows = dict[str, str](), [*range(run.number)]
+    for turn in rows[:_TURNS]:
+        turned, half = [*rows[turn:], *rows[:turn]], run.number // 2
+        try:
+            parts = [_computed(learner, run, part).outputs for part in (turned[:half], turned[half:])]
+        except Exception:  # of code that cannot compute so few samples
+            interrupt.check()
+            return found
+        for (name, all_), *others in zip(whole, once, twice, *parts, strict=False):
+            if all(_is_loss(leaf) for leaf in (all_, *(leaf for _, leaf in others))):
+                value, (single, double, one, other) = float(all_), (float(leaf) for _, leaf in others)
+                outside = max(min(one, other) - value, value - max(one, other))
+                near = max(
+                    _OUTSIDE * abs(value), _NOISES * min(abs(double - single), abs(double - 2 * single))
+                )
+                if outside > near and abs(value - one - other) > near:
+                    found[name] = (
+                        f"the model's {name}, one number, is {one:.6g} and {other:.6g} for two parts of some samples, "
+                        f"and {value:.6g} for all of them, which is no mean over them"
+                    )
     return found
 
 
