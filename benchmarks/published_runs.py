@@ -73,7 +73,8 @@ def of_published_kind(plain: StepWork, again: StepWork) -> StepWork:
     that are gathered in bfloat16. Evener computes all of a block again or nothing, and gathers float32."""
 
     def between(one: RankWork, other: RankWork) -> RankWork:
-        flops, moved = (one.flops + other.flops) // 2, (one.moved + other.moved) // 2
+        flops = {dtype: (done + other.flops[dtype]) // 2 for dtype, done in one.flops.items()}
+        moved = (one.moved + other.moved) // 2
         messages = tuple(
             replace(each, nbytes=each.nbytes // 2) if each.kind == "all_gather" else each
             for each in one.messages
@@ -88,7 +89,7 @@ def words_a_second(
 ) -> float:
     """Returns words a second for each GPU."""
     ranks = work.layout.world_size
-    costs = costs_of_work(work, cluster(-(-ranks // 8), memory), "bfloat16", efficiency)
+    costs = costs_of_work(work, cluster(-(-ranks // 8), memory), "bf16", efficiency)
     return batch * length / step_time(costs, batch).seconds / ranks
 
 

@@ -9,7 +9,7 @@ import pytest
 from evener.balance.time_model import Line
 from evener.distributed.mesh import Layout
 from evener.errors import ConfigurationError
-from evener.tools.estimate.traffic import Message
+from evener.tools.estimate.traffic import CONVOLUTIONS, Message
 from evener.tools.plan.analytic import (
     EFFICIENCY,
     HIDDEN,
@@ -17,6 +17,7 @@ from evener.tools.plan.analytic import (
     MEASURED_EFFICIENCY,
     START_SECONDS,
     all_reduces_of,
+    computed_in,
     costs_of_work,
     speed_of,
     update_seconds,
@@ -29,13 +30,13 @@ from evener.tools.plan.work import RankWork, StepWork
 from tests.tools.plan.models import FAST, SLOW, plan_card, plan_cluster
 
 MB = 1_000_000
-RANK = RankWork(8, int(6e12), 1000, 0, (), 1000 * MB, 2000 * MB, 4000 * MB)
+RANK = RankWork(8, {"float32": int(6e12)}, 1000, 0, (), 1000 * MB, 2000 * MB, 4000 * MB)
 
 
 def step(*ranks: RankWork, cluster: Cluster, layout: Layout | None = None, batch: int = 16) -> StepTime:
     layout = layout or Layout({"data": 2})
     found = StepWork(Candidate(layout.world_size, "ddp"), layout, ranks)
-    return step_time(costs_of_work(found, cluster, "float32", 1.0), batch)
+    return step_time(costs_of_work(found, cluster, None, 1.0), batch)
 
 
 # Passes and the update
@@ -51,7 +52,7 @@ def test_passes_take_operations_over_the_speed_and_bytes_over_the_bandwidth() ->
 
 
 def test_a_card_is_never_faster_than_its_host_starts_operators() -> None:
-    small = replace(RANK, flops=1000, operators=5000)
+    small = replace(RANK, flops={"float32": 1000}, operators=5000)
     assert step(small, cluster=plan_cluster(1, 2)).compute == pytest.approx(5000 * START_SECONDS)
     cpu = Machine("", (replace(plan_card(), kind="cpu"),) * 2, FAST, 0)
     assert step(small, cluster=Cluster((cpu,), FAST)).compute < 1e-9, "there the operators are the work"
@@ -60,6 +61,23 @@ def test_a_card_is_never_faster_than_its_host_starts_operators() -> None:
 def test_a_type_that_a_card_does_not_compute_is_refused_in_words() -> None:
     with pytest.raises(ConfigurationError, match="of the speed of card in float16; known are float32"):
         speed_of(plan_card(), "float16")
+
+
+def test_products_take_the_speeds_of_their_types() -> None:
+    """PyTorch computes matrices of float32 in float32 unless it is told otherwise, and convolutions in TF32."""
+    card = replace(plan_card(), flops={"float32": 1e12, "tf32": 8e12, "bfloat16": 16e12})
+    cluster = Cluster((Machine("", (card,) * 2, FAST, 0),), FAST)
+    flops = {"float32": int(1e12), CONVOLUTIONS: int(8e12), "bfloat16": int(16e12)}
+    found = StepWork(Candidate(2, "ddp"), Layout({"data": 2}), (replace(RANK, flops=flops, operators=0),))
+
+    def seconds(precision: str | None) -> float:
+        return step_time(costs_of_work(found, cluster, precision, 1.0), 16).compute
+
+    assert seconds(None) == pytest.approx(1 + 1 + 1)
+    assert seconds("fp32") == pytest.approx(1 + 8 + 1)
+    assert seconds("tf32") == pytest.approx(1 / 8 + 1 + 1)
+    without = replace(card, flops={"float32": 1e12, "bfloat16": 16e12})
+    assert computed_in(CONVOLUTIONS, without, None) == "float32"
 
 
 def test_measured_speeds_are_nearer_to_what_is_reached() -> None:
@@ -106,11 +124,11 @@ def test_stages_idle_while_the_first_micro_batches_come() -> None:
 
 def test_costs_are_those_of_each_stage_and_each_card() -> None:
     """Ranks 0 and 1 are the first stages of two replicas, and 2 and 3 the last, with twice as much to compute."""
-    stages = (RANK, replace(RANK, flops=2 * RANK.flops))
+    stages = (RANK, replace(RANK, flops={"float32": 2 * RANK.flops["float32"]}))
     layout = Layout({"pipeline": 2, "data": 2})
     cards = tuple(plan_card(tflops=speed) for speed in (100, 50, 100, 50))
     cluster = Cluster((Machine("", cards, FAST, 0),), FAST)
-    costs = costs_of_work(StepWork(Candidate(4, "pipeline"), layout, stages), cluster, "float32", 1.0)
+    costs = costs_of_work(StepWork(Candidate(4, "pipeline"), layout, stages), cluster, None, 1.0)
     assert costs.parts == 2
     assert [line(8) for line in costs.compute] == pytest.approx([0.06, 0.12, 0.12, 0.24])
 
@@ -132,7 +150,7 @@ def test_each_all_reduce_is_another_term_of_the_same_step() -> None:
     sums = tuple(Message("all_reduce", tuple(range(8)), 4 * MB) for _ in range(3))
     work = StepWork(Candidate(8, "ddp"), Layout({"data": 8}), (replace(RANK, messages=sums),))
     cluster = cpu_cluster(8)
-    costs, times = costs_of_work(work, cluster, "float32", 1.0), MessageTimes(cluster)
+    costs, times = costs_of_work(work, cluster, None, 1.0), MessageTimes(cluster)
     found = all_reduces_of(work, costs, cluster)
     assert list(found) == ["ring", "tree", "halving", "direct", "ring-tree", "two-level"]
     for name, other in found.items():
@@ -148,5 +166,5 @@ def test_only_gradients_that_all_ranks_get_have_a_choice() -> None:
     )
     owners = replace(within, candidate=Candidate(2, "sharded"), layout=Layout({"data": 2}))
     for work in (within, owners):
-        costs = costs_of_work(work, plan_cluster(2, 1), "float32", 1.0)
+        costs = costs_of_work(work, plan_cluster(2, 1), None, 1.0)
         assert all_reduces_of(work, costs, plan_cluster(2, 1)) == {}

@@ -35,7 +35,7 @@ def cost(
     """Ranks that compute for a second and sum ``nbytes``, of which a part cannot hide."""
     group = tuple(range(0, ranks, tensor))
     messages = (Message("all_reduce", group, nbytes), Message("all_reduce", tuple(range(tensor)), 8))
-    rank = RankWork(1, 1, 1, 1, messages, 1, 1, 1)
+    rank = RankWork(1, {"float32": 1}, 1, 1, messages, 1, 1, 1)
     layout = Layout({"data": ranks // tensor, "tensor": tensor})
     costs = StepCosts(
         (Line(1.0, 0.0),) * ranks, ranks // tensor, rest=Line(1.0, 0.0), hidden=0.5, exposed=exposed

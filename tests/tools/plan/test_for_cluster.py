@@ -308,10 +308,32 @@ def test_more_ranks_than_cards_are_refused(tmp_path_factory: pytest.TempPathFact
 
 def test_a_type_that_no_card_computes_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     task = classes_task(mlp, 16)
-    with pytest.raises(ConfigurationError, match="of the speed of V100 SXM2 16GB in bfloat16"):
-        plan_for_cluster(
-            lambda: task, cluster(tmp_path_factory, machines("V100 SXM2 16GB")), precision="bf16"
-        )
+    old = cluster(tmp_path_factory, machines("V100 SXM2 16GB"))
+    with pytest.raises(
+        ConfigurationError, match="bf16 is not one that the device of rank 0 computes in; it has fp16"
+    ):
+        plan_for_cluster(lambda: task, old, precision="bf16")
+    with pytest.raises(ConfigurationError, match="of the speed of V100 SXM2 16GB in float64"):
+        plan_for_cluster(lambda: task, old, dtype="float64")
+
+
+def test_the_precision_is_that_of_the_cards_and_not_of_this_machine(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    task = classes_task(lambda: wide(4096, 4), 4096, 1024)
+
+    def seconds(card: str, precision: str | None) -> float:
+        pair = cluster(tmp_path_factory, machines(card))
+        return way(
+            plan_for_cluster(lambda: task, pair, strategy="ddp", precision=precision), "ddp", 1
+        ).time.seconds
+
+    plain = seconds("A100 SXM 80GB", None)
+    assert plain == seconds("A100 SXM 80GB", "fp32")
+    for precision in ("tf32", "bf16", "bf16-true", "fp16-true"):
+        assert 3 * seconds("A100 SXM 80GB", precision) < plain
+    assert seconds("A100 SXM 80GB", "auto") == seconds("A100 SXM 80GB", "bf16")
+    assert seconds("T4", "auto") == seconds("T4", "fp16")
 
 
 def test_a_plan_of_numbers_does_not_know_what_grains_cost(tmp_path_factory: pytest.TempPathFactory) -> None:

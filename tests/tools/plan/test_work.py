@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 import resource
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from evener.core.config.run_config import RunConfig
 from evener.errors import ConfigurationError
-from evener.tools.estimate.traffic import Message, OperatorCalls, Traffic
+from evener.tools.estimate.traffic import CONVOLUTIONS, Message, OperatorCalls, Traffic
 from evener.tools.plan.candidates import Candidate
 from evener.tools.plan.work import RankWork, StepWork, knowable, work_of
 from tests.tools.plan.models import adam, classes_task, language_task, mlp
@@ -35,9 +36,9 @@ def of_first(found: StepWork) -> list[Message]:
     return list(found.ranks[0].messages)
 
 
-def flops(samples: int, ranks: int = 1) -> int:
+def flops(samples: int, ranks: int = 1) -> dict[str, int]:
     """A product in forward and two in backward, of which the first layer's input needs none."""
-    return (6 * PRODUCTS - 2 * 16 * 32) * samples // ranks
+    return {"float32": (6 * PRODUCTS - 2 * 16 * 32) * samples // ranks}
 
 
 def test_one_rank_computes_all_and_sends_nothing() -> None:
@@ -105,7 +106,7 @@ def test_features_are_summed_where_a_region_ends() -> None:
         Message("broadcast", (0, 1), whole),
     ]
     divided = 6 * (512 + 1024) // 2 - 2 * 512 // 2
-    assert found.ranks[0].flops == (divided + 6 * 128) * BATCH
+    assert found.ranks[0].flops == {"float32": (divided + 6 * 128) * BATCH}
 
 
 def test_samples_and_features_are_divided_together() -> None:
@@ -150,7 +151,7 @@ def test_stages_send_each_micro_batch_on_and_back() -> None:
     at_once = 4 * (BATCH // 4) * 32
     assert first.messages == (Message("send", (0, 1), at_once),) * 4
     assert last.messages == (Message("send", (1, 0), at_once),) * 4
-    assert first.flops + last.flops == flops(BATCH)
+    assert Counter(first.flops) + Counter(last.flops) == flops(BATCH)
 
 
 def test_stages_of_replicas_sum_their_gradients() -> None:
@@ -172,7 +173,35 @@ def test_attention_counts() -> None:
     (rank,) = work_of(task, Candidate(1, "single"), RunConfig(), samples, "cuda").ranks
     products = 6 * (12 * width * width + words * width) * length * samples
     scores = (2 + 5) * samples * length * length * 2 * width // 2
-    assert rank.flops == products + scores
+    assert rank.flops == {"float32": products + scores}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-true", "fp16"])
+def test_products_count_by_the_type_in_which_they_are_computed(precision: str) -> None:
+    name = "float16" if precision == "fp16" else "bfloat16"
+    assert work("ddp", 2, precision=precision).ranks[0].flops == {name: flops(BATCH // 2)["float32"]}
+
+
+def test_a_model_of_other_types_counts_in_these() -> None:
+    """Convolutions in float32 count by themselves, and a product of complex numbers has four of real ones."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv1d(1, 2, 3, padding=1), nn.Linear(32, 4, dtype=torch.float64)
+            self.turn = nn.Parameter(torch.eye(32, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x.unsqueeze(1)).flatten(1).to(torch.complex64) @ self.turn
+            return self.last(x.real.to(torch.float64))
+
+    (rank,) = work_of(classes_task(Mixed, 16), Candidate(1, "single"), RunConfig(), BATCH, "cuda").ranks
+    product, convolution = 2 * BATCH * 32, 2 * BATCH * 2 * 16 * 3
+    assert rank.flops == {
+        CONVOLUTIONS: 2 * convolution,
+        "float32": 3 * 4 * product * 32,
+        "float64": 3 * product * 4,
+    }
 
 
 def test_guesses_of_tensor_parallelism_are_not_logged(capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ Samples are read as in a run, outside of these modes, and then replaced by fake 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -74,8 +74,9 @@ class RankPeak:
     """Lines of the user's code that asked for a value."""
     built_for_real: bool
     """True if the model could be built with real tensors alone."""
-    flops: int
-    """Floating-point operations of a step, forward and backward, in products of matrices and convolutions."""
+    flops: Mapping[str, int]
+    """Floating-point operations of a step, forward and backward, in products of matrices and convolutions, by the type
+    in which they are computed."""
     messages: tuple[Message, ...]
     """The messages of a step."""
     operators: int

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
@@ -28,6 +30,8 @@ _ALLOCATE = ("empty", "new_empty", "_unsafe_view", "resize_", "set_")
 """Begins of the names of operators that neither read nor write."""
 _OVERWRITE = ("copy_", "fill_", "zero_")
 """Operators that do not read the tensor into which they write."""
+CONVOLUTIONS = "float32 convolutions"
+"""Convolutions in float32, for which PyTorch chooses by itself whether a card computes them in TF32."""
 _SELECT = ("embedding", "index", "index_select", "gather")
 
 
@@ -56,8 +60,9 @@ class Traffic:
         self.messages.clear()
         self.operators = 0
         """The number of operators of the passes, each of which a device is given by itself."""
-        self.flops = 0
-        """Floating-point operations of products, convolutions and attention."""
+        self.flops = Counter[str]()
+        """Floating-point operations of products, convolutions and attention, by the type in which they are computed.
+        Convolutions in float32 are ``CONVOLUTIONS``."""
         self.moved = 0
         """Bytes that the operators of the passes read and write."""
         self.is_updating = False
@@ -106,13 +111,19 @@ class OperatorCalls(DispatchMode):
         return found
 
 
-def _flops(func: Any, args: Any, kwargs: Any, found: Any) -> int:
+def _flops(func: Any, args: Any, kwargs: Any, found: Any) -> Counter[str]:
     name = func.overloadpacket.__name__
     if name.startswith("_scaled_dot_product"):
-        return _flops_of_attention(named_arguments(func, args, kwargs), name.endswith("_backward"))
-    count = flop_registry.get(func.overloadpacket)
-    flops: int = 0 if count is None else count(*args, **kwargs, out_val=found)
-    return flops
+        flops = _flops_of_attention(named_arguments(func, args, kwargs), name.endswith("_backward"))
+    elif (count := flop_registry.get(func.overloadpacket)) is not None:
+        flops = count(*args, **kwargs, out_val=found)
+    else:
+        return Counter()
+    dtype = next((each.dtype for each in args if isinstance(each, Tensor)), torch.float32)
+    if dtype.is_complex:  # of two complex numbers, a product takes four of real ones
+        flops, dtype = 4 * flops, dtype.to_real()
+    is_convolution = dtype == torch.float32 and "convolution" in name
+    return Counter({CONVOLUTIONS if is_convolution else str(dtype).removeprefix("torch."): flops})
 
 
 def _flops_of_attention(given: dict[str, Any], backward: bool) -> int:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from evener.balance.time_model import Line
 from evener.errors import ConfigurationError
-from evener.tools.estimate.traffic import Message
+from evener.tools.estimate.traffic import CONVOLUTIONS, Message
 from evener.tools.plan.cluster import Cluster, PlannedCard
 from evener.tools.plan.costs import UNMEASURED_SPREAD, StepCosts
 from evener.tools.plan.message_times import MESSAGE_START_SECONDS, MessageTimes
@@ -33,15 +33,17 @@ HIDDEN_GATHERS = 0.8
 """The same if weights are gathered ahead as well, which hides behind forward, too."""
 
 
-def costs_of_work(work: StepWork, cluster: Cluster, dtype: str, efficiency: float | None = None) -> StepCosts:
+def costs_of_work(
+    work: StepWork, cluster: Cluster, precision: str | None = None, efficiency: float | None = None
+) -> StepCosts:
     """Returns the costs of a step on the first ranks of a cluster.
 
     Args:
-        dtype: The type in which products are computed, by its name in torch.
+        precision: As ``--precision`` takes it, but not ``auto``. It says which float32 products are computed in TF32.
         efficiency: The part of the peak that passes reach. None for the usual one.
 
     Raises:
-        ConfigurationError: If a card cannot compute in this type, as far as is known.
+        ConfigurationError: If a card cannot compute in a type of the products, as far as is known.
     """
     layout, stages, data = work.layout, len(work.ranks), work.layout.data_axis(0)
     # Ranks that share a part of the batch are next to each other in the costs.
@@ -50,8 +52,8 @@ def costs_of_work(work: StepWork, cluster: Cluster, dtype: str, efficiency: floa
     own = [work.ranks[layout.place(rank)["pipeline"] if stages > 1 else 0] for rank in order]
     pairs = [(id(each), id(card)) for each, card in zip(own, cards, strict=True)]
     different = {pair: (each, card) for pair, each, card in zip(pairs, own, cards, strict=True)}
-    passes = {pair: _passes(*each, dtype, efficiency) for pair, each in different.items()}
-    times, slowest = MessageTimes(cluster), max(work.ranks, key=lambda each: each.flops)
+    passes = {pair: _passes(*each, precision, efficiency) for pair, each in different.items()}
+    times, slowest = MessageTimes(cluster), max(work.ranks, key=_all_flops)
     inside, between = _inside_and_between(work)
     blocking = sum(map(times.seconds, inside))
     hideable = [*map(times.seconds, between)]
@@ -72,7 +74,7 @@ def costs_of_work(work: StepWork, cluster: Cluster, dtype: str, efficiency: floa
 def _inside_and_between(work: StepWork) -> tuple[list[Message], list[Message]]:
     """Returns the messages of the rank with the most work: among the ranks that compute its samples, and all others."""
     team, found = set(work.layout.data_axis(0).team), (list[Message](), list[Message]())
-    for each in max(work.ranks, key=lambda each: each.flops).messages:
+    for each in max(work.ranks, key=_all_flops).messages:
         found[len(each.ranks) > len(team) or not team.issuperset(each.ranks)].append(each)
     return found
 
@@ -91,12 +93,27 @@ def all_reduces_of(work: StepWork, costs: StepCosts, cluster: Cluster) -> dict[s
     return found
 
 
-def _passes(work: RankWork, card: PlannedCard, dtype: str, efficiency: float | None) -> Line:
+def _all_flops(work: RankWork) -> int:
+    return sum(work.flops.values())
+
+
+def _passes(work: RankWork, card: PlannedCard, precision: str | None, efficiency: float | None) -> Line:
     """Returns the passes of a rank. On an accelerator they take at least as long as the host takes to start them."""
-    seconds = work.flops / speed_of(card, dtype, efficiency) + work.moved / card.memory_bytes_per_second
+    seconds = work.moved / card.memory_bytes_per_second
+    for dtype, flops in work.flops.items():
+        seconds += flops / speed_of(card, computed_in(dtype, card, precision), efficiency)
     started = work.operators * START_SECONDS + len(work.messages) * MESSAGE_START_SECONDS
     started = 0.0 if card.kind == "cpu" else started
     return Line(max(0.0, started - seconds), seconds / max(1, work.samples))
+
+
+def computed_in(dtype: str, card: PlannedCard, precision: str | None) -> str:
+    """Returns the type of ``PlannedCard.flops`` in which a card computes products. If no precision is given, PyTorch
+    computes matrices of float32 in float32, and convolutions in TF32 where a card has it."""
+    if dtype not in ("float32", CONVOLUTIONS):
+        return dtype
+    is_tf32 = precision == "tf32" or (dtype == CONVOLUTIONS and precision != "fp32")
+    return "tf32" if is_tf32 and "tf32" in card.flops else "float32"
 
 
 def speed_of(card: PlannedCard, dtype: str, efficiency: float | None = None) -> float:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
+from evener.components.amp.policy import Precision, agreed
 from evener.core.config.kwargs import Settings
 from evener.core.config.process_range import one_number
 from evener.core.config.run_config import RunConfig
@@ -25,7 +26,7 @@ from evener.tools.plan.candidates import (
     in_less_memory,
     numbers_of_ranks,
 )
-from evener.tools.plan.cluster import Cluster
+from evener.tools.plan.cluster import Cluster, PlannedCard
 from evener.tools.plan.fitting import ROOM
 from evener.tools.plan.local_steps_way import by_local_steps
 from evener.tools.plan.plan import COST_IGNORED, predicted, samples_of
@@ -82,7 +83,10 @@ def plan_for_cluster(
     most = one_number(config.processes) or len(cluster.ranks)
     if most > len(cluster.ranks):
         raise ConfigurationError(f"processes is {most}, and the cluster has {len(cluster.ranks)} cards")
-    search = _Search(built, cluster, config, batch_size, began + seconds, efficiency)
+    precision = _precision(config, [card for _, card in cluster.ranks[:most]])
+    # Nothing but the speed of products is different in TF32, which not every device has that is at hand.
+    config = config.replace(precision=None if precision == "tf32" else precision)
+    search = _Search(built, cluster, config, batch_size, began + seconds, precision, efficiency)
     for ranks in _in_order(most):
         search.compare(ranks)
     ways = sorted(search.ways, key=lambda way: (not way.fits, way.time.seconds))
@@ -123,10 +127,11 @@ class _Search:
         config: RunConfig,
         batch_size: int,
         ends: float,
+        precision: str | None,
         efficiency: float | None,
     ) -> None:
         self._task, self._cluster, self._config, self._batch_size = task, cluster, config, batch_size
-        self._ends, self._efficiency = ends, efficiency
+        self._ends, self._precision, self._efficiency = ends, precision, efficiency
         self.ways: list[Way] = []
         self.refused: dict[str, str] = {}
         self._longest = 0.0
@@ -203,7 +208,7 @@ class _Search:
                 )
                 works = {rank: work_at(rank) for rank in looked_at}
             work = max(works.values(), key=lambda each: each.ranks[0].optimizer)
-            costs = costs_of_work(work, self._cluster, _dtype(self._config), self._efficiency)
+            costs = costs_of_work(work, self._cluster, self._precision, self._efficiency)
         except Exception as error:  # of the model, too, which may not bear to be divided so
             named = "" if isinstance(error, EvenerError) else f"{type(error).__name__}: "
             self.refused[words] = f"{named}{error}"
@@ -282,6 +287,20 @@ def _many_ways(ranks: int, cards: int) -> Iterator[Candidate]:
         yield Candidate(ranks, "sharded", ("zero=3",))
 
 
-def _dtype(config: RunConfig) -> str:
-    """Returns the name of the type in which products are computed."""
-    return {"bf16": "bfloat16", "fp16": "float16"}.get(config.precision or "", config.dtype or "float32")
+def _precision(config: RunConfig, cards: Sequence[PlannedCard]) -> str | None:
+    """Returns the precision of a run on these cards, for which ``auto`` chooses by what they compute fast.
+
+    Raises:
+        ConfigurationError: If a card does not compute in the precision that is wanted, as far as is known.
+    """
+    return agreed(Precision.from_settings(config.precision, config.precision_of), [*map(_able, cards)]).name
+
+
+def _able(card: PlannedCard) -> tuple[str, ...]:
+    """Returns the precisions of a card, the one first that ``auto`` chooses, as in a run on it."""
+    halves = {"bfloat16": ("bf16", "bf16-true"), "float16": ("fp16", "fp16-true")}
+    known = [each for each in halves if card.flops.get(each, 0.0) > card.flops.get("float32", 0.0)]
+    slow = [each for each in halves if each in card.flops and each not in known]
+    names = [*(name for each in known for name in halves[each]), "fp32"]
+    names += ["tf32"] if "tf32" in card.flops else []
+    return (*names, *(name for each in slow for name in halves[each]))

@@ -6,6 +6,7 @@ every strategy's own code says what it computes and sends, and no formula of a s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from evener.collectives.schedules.algorithms import ALGORITHMS
@@ -31,8 +32,8 @@ class RankWork:
 
     samples: int
     """Samples of its share."""
-    flops: int
-    """Floating-point operations of its passes."""
+    flops: Mapping[str, int]
+    """Floating-point operations of its passes, by the type in which they are computed, such as ``bfloat16``."""
     operators: int
     """The number of operators of its passes."""
     moved: int
