@@ -386,6 +386,7 @@ def test_ranks_are_numbered_through_the_machines(place: Place) -> None:
     assert cluster.link(3, 4) == cluster.link(8, 0) == cluster.between
     assert cluster.link(8, 9) == cluster.machines[2].inside
     assert cluster.price_per_hour == pytest.approx(21.5)
+    assert [cluster.price_of(ranks) for ranks in (1, 4, 5, 8, 9)] == [10, 10, 20, 20, pytest.approx(21.5)]
     assert [machine.cores for machine in cluster.machines] == [96, 96, 0]
     assert not cluster.is_measured
     assert describe(cluster).splitlines() == [

@@ -146,6 +146,17 @@ def test_one_card_is_faster_than_two_for_what_is_small(small: TrainingPlan) -> N
     assert "more than 1 are slower: with 2" in plan_text(small)
 
 
+def test_only_machines_that_are_used_cost(tmp_path_factory: pytest.TempPathFactory) -> None:
+    task = classes_task(mlp, 16)
+    ten = cluster(tmp_path_factory, machines("RTX 3090", 10, 2, more="price_per_hour = 1.5"))
+    assert plan_for_cluster(lambda: task, ten, processes=1).price_per_hour == 1.5
+    plan = plan_for_cluster(lambda: task, ten, strategy="ddp", processes=3, steps=2**30, batch_size=1)
+    assert plan.best is not None
+    assert plan.best.candidate.ranks == 1
+    hours = 2**30 * plan.best.time.seconds / 3600
+    assert f"at 1.5 an hour this costs {1.5 * hours:.2f}" in plan_text(plan)
+
+
 def test_a_plan_says_what_its_speeds_come_from_and_what_it_costs(small: TrainingPlan) -> None:
     assert small.notes == ("speeds are those of a catalogue and not measured",)
     assert small.devices == ("RTX 3090", "RTX 3090")

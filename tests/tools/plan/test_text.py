@@ -61,6 +61,15 @@ def test_the_curve_and_the_costs_of_an_epoch() -> None:
     assert "6.60" in text  # 66 s at 0.1 a second
 
 
+def test_a_run_of_some_steps_takes_their_time() -> None:
+    found = plan(*WAYS, price_per_hour=360.0, steps=10)
+    assert "3 epochs 66 s" in plan_text(replace(found, steps=1000)), "what ends first"
+    found = replace(found, epochs=None)
+    assert "an epoch takes 22 s, 10 steps 2.2 s, without" in plan_text(found)
+    assert "costs 0.22" in plan_text(found)
+    assert "\n10 steps 2.2 s, without" in plan_text(replace(found, samples=None)), "a stream has no epoch"
+
+
 def test_reasons_and_notes_are_shown_once() -> None:
     refused = {"tensor --processes 2": "odd width", "tensor --processes 3": "odd width"}
     text = plan_text(plan(*WAYS, refused=refused, left_out={"layers": "slow"}, notes=("busy",)))

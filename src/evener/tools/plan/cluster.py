@@ -116,7 +116,13 @@ class Cluster:
     @property
     def price_per_hour(self) -> float | None:
         """The price of all machines; None if one of them has none."""
-        prices = [card.price_per_hour for _, card in self.ranks]
+        return self.price_of(len(self.ranks))
+
+    def price_of(self, ranks: int) -> float | None:
+        """Returns the price per hour of the machines on which the first ``ranks`` ranks are; None if one of them has
+        none."""
+        machines = self.machines[: self.ranks[ranks - 1][0] + 1]
+        prices = [card.price_per_hour for machine in machines for card in machine.cards]
         return None if None in prices else math.fsum(price for price in prices if price is not None)
 
 

@@ -98,19 +98,24 @@ def plan_for_cluster(
         )
     notes = [] if cluster.is_measured else ["speeds are those of a catalogue and not measured"]
     notes += [] if built.cost is None else [COST_IGNORED]
-    return TrainingPlan(
+    plan = TrainingPlan(
         task=built.name,
         batch_size=batch_size,
         samples=samples_of(built),
-        epochs=config.epochs or built.epochs,
+        epochs=config.epochs or (None if config.steps else built.epochs),
+        steps=config.steps,
         ways=tuple(ways),
         refused=refused,
         left_out=NEVER_TRIED,
-        price_per_hour=cluster.price_per_hour,
         devices=tuple(card.name for _, card in cluster.ranks[:most]),
         seconds=time.monotonic() - began,
         notes=tuple(notes),
         at_scale=search.at_scale(ways),
+    )
+    return (
+        plan
+        if plan.best is None
+        else replace(plan, price_per_hour=cluster.price_of(plan.best.candidate.ranks))
     )
 
 

@@ -121,7 +121,8 @@ def make_plan(
         task=built.name,
         batch_size=batch_size,
         samples=samples_of(built),
-        epochs=config.epochs or built.epochs,
+        epochs=config.epochs or (None if config.steps else built.epochs),
+        steps=config.steps,
         ways=tuple(sorted(ways, key=lambda way: (not way.fits, way.time.seconds))),
         refused=calibration.refused,
         left_out=NEVER_TRIED

@@ -102,7 +102,7 @@ class TrainingPlan:
     samples: int | None
     """Samples in an epoch. None for a stream."""
     epochs: int | None
-    """Epochs of the run."""
+    """The most epochs of the run. None if only steps say how long it is."""
     ways: tuple[Way, ...]
     """Fastest first. Those that do not fit come last."""
     refused: dict[str, str] = field(default_factory=dict)
@@ -112,13 +112,15 @@ class TrainingPlan:
     repeat_spread: float = 0.0
     """The relative difference of two trials that were the same; 0 if none was repeated."""
     price_per_hour: float | None = None
-    """Of all devices of the plan."""
+    """Of the machines that the best way uses."""
     devices: tuple[str, ...] = ()
     """The devices, in the order of ranks."""
     seconds: float = 0.0
     """What it took to make the plan."""
     notes: tuple[str, ...] = ()
     """Limits of the plan, in words."""
+    steps: int | None = None
+    """The most steps of the run. None if only epochs say how long it is."""
     at_scale: CostAtScale | None = None
     """What whole steps of the best way cost, if it has many ranks: stragglers, failures, checkpoints."""
 
@@ -157,6 +159,15 @@ class TrainingPlan:
         """Returns the predicted seconds of an epoch, without evaluations and checkpoints."""
         return None if self.samples is None else way.time.seconds * -(-self.samples // self.batch_size)
 
+    def run_seconds(self, way: Way) -> float | None:
+        """Returns the predicted seconds of the whole run, without evaluations and checkpoints."""
+        epoch, limits = self.epoch_seconds(way), list[float]()
+        if self.steps is not None:
+            limits.append(self.steps * way.time.seconds)
+        if epoch is not None and (self.epochs or not limits):
+            limits.append(epoch * (self.epochs or 1))
+        return min(limits, default=None)
+
     def _repr_html_(self) -> str:
         """Returns the ways as a table for a notebook, fastest first."""
         rows = [
@@ -180,6 +191,7 @@ class TrainingPlan:
             "batch_size": self.batch_size,
             "samples": self.samples,
             "epochs": self.epochs,
+            "steps": self.steps,
             "devices": list(self.devices),
             "ways": [way.as_json() for way in self.ways],
             "curve": [

@@ -105,17 +105,17 @@ def _costs(plan: TrainingPlan) -> Iterator[str]:
     if best is None:
         yield "no way fits"
         return
-    epoch = plan.epoch_seconds(best)
-    if epoch is None:
+    epoch, run = plan.epoch_seconds(best), plan.run_seconds(best)
+    if run is None:
         return
-    whole = (
-        ""
-        if not plan.epochs or plan.epochs == 1
-        else f", {counted(plan.epochs, 'epoch')} {seconds_text(epoch * plan.epochs)}"
-    )
-    yield f"an epoch takes {seconds_text(epoch)}{whole}, without evaluations and checkpoints"
+    parts = [] if epoch is None else [f"an epoch takes {seconds_text(epoch)}"]
+    if plan.steps is not None and run == plan.steps * best.time.seconds:
+        parts.append(f"{counted(plan.steps, 'step')} {seconds_text(run)}")
+    elif plan.epochs and plan.epochs > 1:
+        parts.append(f"{counted(plan.epochs, 'epoch')} {seconds_text(run)}")
+    yield f"{', '.join(parts)}, without evaluations and checkpoints"
     if plan.price_per_hour is not None:
-        price = plan.price_per_hour * epoch * (plan.epochs or 1) / 3600
+        price = plan.price_per_hour * run / 3600
         yield f"at {plan.price_per_hour:g} an hour this costs {price:.2f}"
 
 
