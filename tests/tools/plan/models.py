@@ -43,7 +43,8 @@ def classes_task(
     batch_size: int = 16,
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = sgd,
 ) -> Task:
-    data = TensorDataset(torch.zeros(512, features), torch.zeros(512, dtype=torch.long))
+    count = max(512, batch_size)
+    data = TensorDataset(torch.zeros(count, features), torch.zeros(count, dtype=torch.long))
     return Task(
         model=model, train=data, loss=nn.CrossEntropyLoss(), optimizer=optimizer, batch_size=batch_size
     )

@@ -51,6 +51,19 @@ def test_what_is_read_is_what_was_saved(path: Path) -> None:
     assert ways[0].costs.is_measured
 
 
+def test_shares_of_another_number_of_ranks_leave_a_way_out() -> None:
+    refused = dict[str, str]()
+    alone = replace(
+        CALIBRATION,
+        costs=CALIBRATION.costs | {Candidate(1, "single"): replace(COSTS, compute=LINES[:1], parts=1)},
+    )
+    for settings, why in ({"balance": "3,1"}, "2 weights"), ({"max_shares": "-,4"}, "2 max_shares"):
+        ways = ways_of(alone, RunConfig(**settings), 32, refused)  # type: ignore[arg-type]
+        assert {way.candidate.ranks for way in ways} == {2, 4}
+        assert ways[0].time.shares == ((24, 8) if "balance" in settings else (28, 4))
+        assert why in refused["single --processes 1"]
+
+
 def refuses(path: Path, text: str, reason: str) -> None:
     path.write_text(text)
     with pytest.raises(DataError, match=reason) as caught:
@@ -106,5 +119,7 @@ def test_a_strategy_and_its_options_choose_among_the_ways() -> None:
     assert found(strategy="tensor") == found(mesh="data=2,tensor=2") == ["tensor"]
     assert found(strategy="tensor", strategy_option=("plan=up=colwise",)) == []
     assert found(processes=2) == ["ddp"]
+    assert found(balance="2,1") == ["ddp", "tensor"]
+    assert found(max_shares="8,-") == ["ddp", "tensor"]
     with pytest.raises(ConfigurationError, match="a plan is made of names"):
         found(strategy=Ddp())

@@ -38,6 +38,16 @@ def test_shares_are_equal_or_as_they_are_weighted() -> None:
     assert step_time(costs(LINE, LINE), 9, weights=(2, 1)).shares == (6, 3)
 
 
+def test_shares_have_the_limits_of_the_settings() -> None:
+    assert step_time(costs(LINE, LINE), 9, max_shares=(2, None)).shares == (2, 7)
+    assert step_time(costs(LINE, LINE), 9, share_multiple_of=4).shares == (5, 4)
+    assert step_time(costs(LINE, LINE), 10, weights=(4, 1), share_multiple_of=5).shares == (10, 0)
+    assert step_time(costs(LINE, LINE), 9, speeds=(2, 1), balanced=True, max_shares=(None, 1)).shares == (
+        8,
+        1,
+    )
+
+
 def test_half_the_speed_takes_twice_the_time() -> None:
     took = step_time(costs(LINE, LINE), 8, speeds=(1.0, 0.5))
     assert took.compute + took.waiting == pytest.approx(2 * LINE(4))

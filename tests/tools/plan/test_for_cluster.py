@@ -130,6 +130,49 @@ def test_unequal_cards_own_parts_by_their_memory(tmp_path_factory: pytest.TempPa
     assert whole + moments / 2 + whole / 2 > found.limit, "equal parts would not fit at all"
 
 
+def test_a_rank_with_more_samples_needs_more_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The second card is faster and has less memory. What it needs is counted with the samples that it gets."""
+
+    def channels() -> nn.Module:
+        """Activations of 8 MiB for each sample."""
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 2048)), nn.Conv1d(1, 1024, 1), nn.ReLU(), nn.Conv1d(1024, 1, 1), nn.Flatten()
+        )
+
+    task = classes_task(channels, 2048, 512)
+    pair = cluster(tmp_path_factory, '[[machines]]\ncards = ["RTX 3060", "RTX 3080"]')
+    found = {
+        balance: way(
+            plan_for_cluster(lambda: task, pair, strategy="ddp", micro_batch=512, balance=balance),
+            "ddp",
+            2,
+        )
+        for balance in ("equal", "1,3", "3,1", None)
+    }
+    small, large = found["equal"].limit or 0, found["3,1"].limit or 0
+    assert small < 8.5 * GIB < large
+    assert {name: each.limit for name, each in found.items()} == {
+        "equal": small,
+        "1,3": small,
+        "3,1": large,
+        None: small,
+    }
+    needed = {name: each.needed or 0 for name, each in found.items()}
+    assert needed["1,3"] == needed["3,1"] > 1.4 * needed["equal"]
+    assert found[None].time.shares[1] > 1.5 * found[None].time.shares[0]
+    assert needed["1,3"] > needed[None] > 1.2 * needed["equal"]
+
+
+def test_weights_of_another_number_of_ranks_are_no_error_of_the_plan(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    task = classes_task(mlp, 16)
+    pair = cluster(tmp_path_factory, machines("RTX 3090", cards=2))
+    plan = plan_for_cluster(lambda: task, pair, balance="1,3")
+    assert way(plan, "ddp", 2).time.shares == (4, 12)
+    assert "2 weights" in plan.refused["tensor --processes 2"]
+
+
 # Speed
 
 
@@ -144,6 +187,16 @@ def test_one_card_is_faster_than_two_for_what_is_small(small: TrainingPlan) -> N
     assert [each.ranks for each in (small.enough(),) if each] == [1]
     assert [each.candidate.words for each in (small.best,) if each] == ["single --processes 1"]
     assert "more than 1 are slower: with 2" in plan_text(small)
+
+
+def test_a_step_takes_no_more_samples_than_there_are(tmp_path_factory: pytest.TempPathFactory) -> None:
+    cards = cluster(tmp_path_factory, machines("RTX 3090"))
+    large, whole = (
+        plan_for_cluster(lambda: classes_task(mlp, 16), cards, batch_size=size) for size in (10_000, 512)
+    )
+    assert large.batch_size == 512
+    assert [each.time for each in large.ways] == [each.time for each in whole.ways]
+    assert "the data set has 512 samples, fewer than a batch of 10000: a step takes all" in large.notes
 
 
 def test_only_machines_that_are_used_cost(tmp_path_factory: pytest.TempPathFactory) -> None:

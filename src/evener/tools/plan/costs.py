@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from evener.balance.base import Fixed
 from evener.balance.shares import solve
 from evener.balance.time_model import Line
-from evener.data.division import by_weights
 
 LEAST_SPREAD = 0.02
 """The smallest relative standard deviation of a prediction: two runs of the same command differ by about that."""
@@ -130,6 +130,8 @@ def step_time(
     speeds: Sequence[float] | None = None,
     weights: Sequence[float] | None = None,
     balanced: bool = False,
+    max_shares: Sequence[int | None] | None = None,
+    share_multiple_of: int = 1,
 ) -> StepTime:
     """Predicts a step.
 
@@ -138,6 +140,11 @@ def step_time(
         speeds: For each rank a factor on the speed that was measured, as ``--throttle`` takes them.
         weights: Relative shares, for fixed ones.
         balanced: True for the shares with which the slowest rank is soonest through.
+        max_shares: The most samples of each share; None, for all or for one, is no limit.
+        share_multiple_of: Shares are multiples of it, but for one.
+
+    Raises:
+        ShareError: If there are not as many weights or limits as shares, or the limits cannot hold the batch.
     """
     ranks = len(costs.compute)
     factors = [1 / speed for speed in speeds or [1.0] * ranks]
@@ -152,9 +159,12 @@ def step_time(
         members[part_of(rank, costs.parts, ranks)].append(rank)
     slowest = [lambda n, team=tuple(team): max(took(rank, n) for rank in team) for team in members]
     if balanced and costs.parts > 1:
-        shares = solve(slowest, batch_size)
+        shares = solve(slowest, batch_size, max_shares, share_multiple_of)
     else:
-        shares = by_weights(batch_size, weights or [1.0] * costs.parts)
+        fixed = Fixed(
+            weights or [1.0] * costs.parts, max_shares=max_shares, share_multiple_of=share_multiple_of
+        )
+        shares = fixed.shares(0, batch_size)
     own = [shares[part_of(rank, costs.parts, ranks)] for rank in range(ranks)]
     each = [took(rank, samples) for rank, samples in enumerate(own)]
     compute = min(max(each), sum(each) / ranks)  # a mean of equal numbers may be larger by rounding

@@ -29,7 +29,7 @@ from evener.tools.plan.candidates import (
 from evener.tools.plan.cluster import Cluster, PlannedCard
 from evener.tools.plan.fitting import ROOM
 from evener.tools.plan.local_steps_way import by_local_steps
-from evener.tools.plan.plan import COST_IGNORED, predicted, samples_of
+from evener.tools.plan.plan import COST_IGNORED, predicted, samples_of, whole_batch
 from evener.tools.plan.result import TrainingPlan, Way, best_all_reduce
 from evener.tools.plan.trials import NO_TIME, quiet
 from evener.tools.plan.work import StepWork, work_of
@@ -74,7 +74,7 @@ def plan_for_cluster(
     """
     began, config = time.monotonic(), (config or RunConfig()).replace(**settings)
     built = resolve(task, BUILT_IN, options)()
-    batch_size = config.batch_size or built.batch_size
+    batch_size, notes = whole_batch(built, config.batch_size or built.batch_size)
     if config.exact == "bits":
         raise ConfigurationError(
             "a plan for a cluster is made of numbers about cards, and what grains cost on them is not among these: "
@@ -96,7 +96,7 @@ def plan_for_cluster(
             f"{built.name} can be trained in no way: "
             + "; ".join(f"{name}: {why}" for name, why in refused.items())
         )
-    notes = [] if cluster.is_measured else ["speeds are those of a catalogue and not measured"]
+    notes += [] if cluster.is_measured else ["speeds are those of a catalogue and not measured"]
     notes += [] if built.cost is None else [COST_IGNORED]
     plan = TrainingPlan(
         task=built.name,
@@ -206,39 +206,53 @@ class _Search:
             return
         try:
             with quiet():
-                divided = len(candidate.options) > 1 and not _OF_OWNERS.isdisjoint(candidate.options)
-                looked_at = [rooms.index(room) for room in set(rooms)] if divided else [0]
-                work_at = partial(
-                    work_of, self._task, candidate, self._config, self._batch_size, cards[0].kind
-                )
-                works = {rank: work_at(rank) for rank in looked_at}
-            work = max(works.values(), key=lambda each: each.ranks[0].optimizer)
-            costs = costs_of_work(work, self._cluster, self._precision, self._efficiency)
+                unequal = len(candidate.options) > 1 and not _OF_OWNERS.isdisjoint(candidate.options)
+                looked_at = [rooms.index(room) for room in set(rooms)] if unequal else [0]
+                works = {rank: self._work_at(candidate, rank) for rank in looked_at}
+                work = max(works.values(), key=lambda each: each.ranks[0].optimizer)
+                costs = costs_of_work(work, self._cluster, self._precision, self._efficiency)
+                unlike = len({card.name for card in cards}) > 1
+                config = self._config.replace(balance=balance_of(self._config, costs.parts, unlike))
+                time_ = predicted(costs, candidate, config, self._batch_size)
+                if max(time_.shares) - min(time_.shares) > 1 and len(work.ranks) == 1:
+                    own = work.layout.data_axis(0).owners(time_.shares)
+                    looked_at = [
+                        max((rank for rank, each in enumerate(rooms) if each == room), key=own.__getitem__)
+                        for room in set(rooms)
+                    ]
+                    works = {rank: self._work_at(candidate, rank, time_.shares) for rank in looked_at}
+                    unequal = True
         except Exception as error:  # of the model, too, which may not bear to be divided so
             named = "" if isinstance(error, EvenerError) else f"{type(error).__name__}: "
             self.refused[words] = f"{named}{error}"
             self._hopeless |= {candidate.strategy} & set(SPECIAL)
             return
         self._longest = max(self._longest, (time.monotonic() - began) / len(work.ranks))
-        unlike = len({card.name for card in cards}) > 1
-        config = self._config.replace(balance=balance_of(self._config, costs.parts, unlike))
-        needed = max(each.needed for each in work.ranks)
-        if divided:
+        needed = least = max(each.needed for each in work.ranks)
+        if unequal:
             lacking = {rank: each.ranks[0].needed - rooms[rank] for rank, each in works.items()}
             worst = max(lacking, key=lambda rank: lacking[rank])
             needed, limit = works[worst].ranks[0].needed, rooms[worst]
-        self._least[_anywhere(candidate)] = needed
+            least = min(each.ranks[0].needed for each in works.values())
+        self._least[_anywhere(candidate)] = least
         if candidate.ranks > MANY:
             self._works[candidate] = work
         if candidate.strategy == "ddp":
             self._replica = work.ranks[0].parameters + work.ranks[0].optimizer
-        time_ = predicted(costs, candidate, config, self._batch_size)
         way = self._with_all_reduce(work, Way(candidate, time_, costs, needed, limit))
         self.ways.append(way)
         time_ = way.time
         if candidate.strategy == "ddp" and time_.communication > SLOW_MESSAGES * time_.seconds:
             timed = partial(predicted, config=config, batch_size=self._batch_size)
             self.ways.append(by_local_steps(way, timed))
+
+    def _work_at(self, candidate: Candidate, rank: int, shares: Sequence[int] = ()) -> StepWork:
+        """Returns what a rank does in a step, with the shares of the settings or with others."""
+        config = self._config
+        if shares:
+            config = config.replace(balance=",".join(map(str, shares)), max_shares=None, share_multiple_of=1)
+        kind = self._cluster.ranks[0][1].kind
+        return work_of(self._task, candidate, config, self._batch_size, kind, rank)
 
     def _with_all_reduce(self, work: StepWork, way: Way) -> Way:
         """Returns the way with the fastest all-reduce, or with that of the settings."""

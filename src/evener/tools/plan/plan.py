@@ -12,6 +12,7 @@ from typing import Any, Unpack
 import torch
 
 from evener.balance.registry import fixed_weights
+from evener.balance.shares import parse_max_shares
 from evener.balance.throttle import Throttle
 from evener.core.config.exact_bits import ExactBits
 from evener.core.config.kwargs import Settings
@@ -20,7 +21,7 @@ from evener.core.config.run_config import RunConfig
 from evener.core.config.sizes import parse_limits
 from evener.core.task.task import Task, TaskLike, resolve
 from evener.distributed.environment import default_processes, kind_taken, usable_cores
-from evener.errors import ConfigurationError, EvenerError
+from evener.errors import ConfigurationError, EvenerError, ShareError
 from evener.hardware import accelerators
 from evener.tools.estimate import estimate_memory
 from evener.tools.plan.calibration import Calibration, counted_settings, this_machine
@@ -97,15 +98,18 @@ def make_plan(
             f"{batch_size}: plan without them, or make them with grain and block"
         )
     config = with_grains(config, batch_size)
-    ways = ways_of(calibration, config, batch_size)
+    batch_size, notes_of_size = whole_batch(built, batch_size)
+    refused = dict(calibration.refused)
+    ways = ways_of(calibration, config, batch_size, refused)
     if not ways:
-        reasons = "; ".join(f"{name}: {why}" for name, why in calibration.refused.items())
+        reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
         raise ConfigurationError(f"{built.name} can be trained in no way that was tried: {reasons}")
     timed = partial(predicted, config=config, batch_size=batch_size)
     is_free = strategy_named(config) == "auto" and not config.memory_limit and config.exact != "bits"
     by_merges = fastest_by_local_steps(ways, config, timed) if is_free else None
     ways, notes = _with_memory(task, ways, config, batch_size, options)
     ways += [] if by_merges is None else [by_merges]
+    notes += notes_of_size
     if calibration.load > BUSY * usable_cores():
         notes.append(
             f"{calibration.load:.1f} programs wanted to compute on {usable_cores()} cores when the trials began: times "
@@ -124,7 +128,7 @@ def make_plan(
         epochs=config.epochs or (None if config.steps else built.epochs),
         steps=config.steps,
         ways=tuple(sorted(ways, key=lambda way: (not way.fits, way.time.seconds))),
-        refused=calibration.refused,
+        refused=refused,
         left_out=NEVER_TRIED
         if by_merges is None
         else {k: v for k, v in NEVER_TRIED.items() if k != LOCAL_STEPS},
@@ -133,6 +137,16 @@ def make_plan(
         seconds=time.monotonic() - began,
         notes=tuple(notes),
     )
+
+
+def whole_batch(task: Task, batch_size: int) -> tuple[int, list[str]]:
+    """Returns the samples of a whole step, which are all there are if a batch would have more, and a note on that."""
+    samples = samples_of(task)
+    if not samples or samples >= batch_size:
+        return batch_size, []
+    return samples, [
+        f"the data set has {samples} samples, fewer than a batch of {batch_size}: a step takes all"
+    ]
 
 
 def with_grains(config: RunConfig, batch_size: int) -> RunConfig:
@@ -144,17 +158,28 @@ def with_grains(config: RunConfig, batch_size: int) -> RunConfig:
     return config.replace(grain=bits.grain, block=bits.grains_per_block)
 
 
-def ways_of(calibration: Calibration, config: RunConfig, batch_size: int) -> list[Way]:
-    """Returns the ways of a calibration that the settings allow, fastest first."""
+def ways_of(
+    calibration: Calibration, config: RunConfig, batch_size: int, refused: dict[str, str] | None = None
+) -> list[Way]:
+    """Returns the ways of a calibration that the settings allow, fastest first.
+
+    Args:
+        refused: Gets the ways that the settings do not divide a batch for, with the reason.
+    """
     wanted, most = strategy_named(config), one_number(config.processes)
-    ways = [
-        Way(candidate, predicted(costs, candidate, config, batch_size), costs)
-        for candidate, costs in calibration.costs.items()
-        if (most is None or candidate.ranks <= most)
-        and (candidate.ranks == 1 or wanted in ("auto", candidate.strategy))
-        and (candidate.ranks == 1 or config.strategy_option in ((), candidate.options))
-        and (candidate.ranks == 1 or config.mesh in (None, candidate.mesh))
-    ]
+    ways = list[Way]()
+    for candidate, costs in calibration.costs.items():
+        if (
+            (most is None or candidate.ranks <= most)
+            and (candidate.ranks == 1 or wanted in ("auto", candidate.strategy))
+            and (candidate.ranks == 1 or config.strategy_option in ((), candidate.options))
+            and (candidate.ranks == 1 or config.mesh in (None, candidate.mesh))
+        ):
+            try:
+                ways.append(Way(candidate, predicted(costs, candidate, config, batch_size), costs))
+            except ShareError as error:  # weights or limits of another number of ranks
+                if refused is not None:
+                    refused[candidate.words] = str(error)
     alike = dict[Candidate, list[Way]]()
     for way in ways:  # the default all-reduce first, as in the calibration
         alike.setdefault(replace(way.candidate, allreduce=None), []).append(way)
@@ -252,7 +277,15 @@ def predicted(costs: StepCosts, candidate: Candidate, config: RunConfig, batch_s
     weights = None if config.balance is None else fixed_weights(config.balance, costs.parts)
     balanced = config.balance == "auto"
     speeds = [*factors[:ranks], *[1.0] * (ranks - len(factors))]
-    return step_time(costs, batch_size, speeds=speeds, weights=weights, balanced=balanced)
+    return step_time(
+        costs,
+        batch_size,
+        speeds=speeds,
+        weights=weights,
+        balanced=balanced,
+        max_shares=parse_max_shares(config.max_shares, costs.parts),
+        share_multiple_of=config.share_multiple_of,
+    )
 
 
 def _with_memory(
