@@ -272,6 +272,9 @@ class RunSummary:
     sample_seconds: list[float] = field(default_factory=list)
     """Compute time per sample on each rank, the median of the last steps; empty if there are too few steps, or if ranks
     share samples."""
+    share_lines: list[list[float]] = field(default_factory=list)
+    """For each rank the fixed seconds of its own work in a step, and those of each sample, as the last steps with
+    different shares had them; empty if they differed too little to tell."""
     average: str = ""
     """Description of the average of the weights; empty if none was kept."""
     profile: str = ""

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from evener.core.records import EvaluationRecord, StepRecord
 from evener.training.reporting.summary_counters import WINDOW, SummaryCounters
 
@@ -25,6 +27,19 @@ def test_the_time_for_a_sample_is_that_of_the_last_steps_whatever_the_shares() -
         tally.step(took(0.2, 1.2, shares=(2, 6)))
         tally.step(took(0.6, 0.4, shares=(6, 2)))
     assert tally.sample_seconds() == [0.1, 0.2]
+
+
+def test_the_fixed_part_of_a_rank_s_time_is_told_by_shares_that_differ() -> None:
+    tally = SummaryCounters(2)
+    for _ in range(40):
+        tally.step(took(0.1 + 0.1 * 4, 0.8))
+    assert tally.share_lines() == [], "all shares were alike"
+    for _ in range(20):
+        tally.step(took(0.1 + 0.1 * 8, 0.8, shares=(8, 2)))
+    (fixed, each), (slow, other) = tally.share_lines()
+    assert (fixed, each) == (pytest.approx(0.1, abs=0.02), pytest.approx(0.1, rel=0.05))
+    assert slow > 0.7
+    assert other < 0.03, "it takes as long with any share"
 
 
 def test_few_steps_and_ranks_that_share_samples_have_no_time_for_a_sample() -> None:

@@ -268,13 +268,20 @@ def test_a_run_that_goes_on_past_its_end_says_that_nothing_is_left() -> None:
 
 def test_the_summary_ends_with_what_balancing_gains() -> None:
     equal = summary_text(summary(shares=[0.5, 0.5], sample_seconds=[0.02, 0.05]))
-    assert equal.splitlines()[-1] == "  ranks waited for rank 1: with --balance auto about 1.8x"
-    by_speed = summary_text(summary(shares=[0.75, 0.25], sample_seconds=[0.01, 0.03]))
+    assert equal.splitlines()[-1] == "  ranks waited for rank 1: with --balance auto up to 1.7x"
+    by_speed = summary_text(
+        summary(shares=[0.75, 0.25], sample_seconds=[0.01, 0.03], share_lines=[[0.0, 0.01], [0.0, 0.03]])
+    )
     assert by_speed.splitlines()[-1] == "  these shares: about 2.0x of equal shares"
-    far = summary_text(summary(shares=[0.5, 0.5], sample_seconds=[0.01, 7.0]))
+    far = summary_text(
+        summary(shares=[0.5, 0.5], sample_seconds=[0.01, 7.0], share_lines=[[0, 0.01], [0, 7.0]])
+    )
     assert far.splitlines()[-1] == "  ranks waited for rank 1: with --balance auto more than 10x"
     for alike in (
         summary(shares=[0.5, 0.5], sample_seconds=[0.02, 0.0205]),
+        summary(shares=[0.75, 0.25], sample_seconds=[0.01, 0.03]),  # the fixed part may be all
+        summary(shares=[0.75, 0.25], sample_seconds=[0.01, 0.03], share_lines=[[0.4, 0.001], [0.4, 0.001]]),
+        summary(shares=[0.5, 0.5], sample_seconds=[0.02, 0.05], share_lines=[[0.1, 0.05], [2.0, 0.0]]),
         summary(shares=[1.0, 1.0], sample_seconds=[0.02, 0.05]),
         summary(shares=[0.5, 0.5], sample_seconds=[0.0, 0.0]),
         summary(shares=[0.5, 0.5], sample_seconds=[]),
@@ -282,7 +289,9 @@ def test_the_summary_ends_with_what_balancing_gains() -> None:
         summary(shares=[0.75, 0.25], sample_seconds=[0.01, 0.03], updates_of_server="9 updates"),
         summary(shares=[0.5, 0.5], sample_seconds=[0.02, 0.05], updates_of_server="9 updates"),
     ):
-        assert "equal shares" not in summary_text(alike)
+        text = summary_text(alike)
+        assert "equal shares" not in text
+        assert "waited for rank" not in text
         assert "--balance" not in summary_text(alike)
 
 

@@ -24,6 +24,7 @@ from evener.tools.report.schema import (
     Report,
 )
 
+BALANCE = "--balance auto"
 WORTH = 0.08
 """A cause is named if it takes this part of the time of a step."""
 _SLOWER = 1.1
@@ -123,7 +124,7 @@ def _balance_advice(report: Report, ranks: Sequence[RankTotals], step: float) ->
     """Returns the advice to divide batches by speed, and its gain, if it is worth it and was not done.
 
     A rank with t seconds per sample takes s t for s samples. With shares by speed all ranks take N / sum(1 / t) for N
-    samples together.
+    samples together. That is the most they gain: a part of a rank's time may be fixed, and then moves with no sample.
     """
     each = [rank.sample_seconds for rank in ranks]
     if report.identity.plain_script or report.identity.learns:
@@ -136,7 +137,7 @@ def _balance_advice(report: Report, ranks: Sequence[RankTotals], step: float) ->
     balanced = samples / sum(1 / seconds for seconds in each if seconds)
     longest = max(rank.medians[COMPUTE] for rank in ranks)
     gain = step / max(step - longest + balanced, 1e-9)
-    return ("--balance auto", gain) if gain >= _GAIN else ("", None)
+    return (BALANCE, gain) if gain >= _GAIN else ("", None)
 
 
 def loading_advice(report: Report, rank: RankTotals, seconds: float, step: float) -> tuple[str, float | None]:

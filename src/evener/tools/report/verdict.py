@@ -26,7 +26,7 @@ from evener.tools.report.schema import (
     Report,
     Verdict,
 )
-from evener.tools.report.stragglers import WORTH, loading_advice, step_seconds, straggler
+from evener.tools.report.stragglers import BALANCE, WORTH, loading_advice, step_seconds, straggler
 
 FAULTS = ("death", "hang", "error")
 KINDS = (
@@ -124,7 +124,8 @@ def _words(report: Report, causes: Sequence[Cause]) -> str:
 def _with_advice(cause: Cause) -> str:
     if not cause.advice:
         return cause.words
-    gain = f", training would be {cause.gain:.2f}x as fast" if cause.gain is not None else ""
+    most = "up to " if cause.advice == BALANCE else ""
+    gain = f", training would be {most}{cause.gain:.2f}x as fast" if cause.gain is not None else ""
     return f"{cause.words}: with {cause.advice}{gain}"
 
 

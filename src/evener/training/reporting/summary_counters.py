@@ -12,6 +12,7 @@ from operator import gt
 from statistics import median
 from typing import Any, TypedDict
 
+from evener.balance.time_model import Point, Shape, fit_line
 from evener.core.observer import Observer
 from evener.core.records import EvaluationRecord, StepRecord
 from evener.core.text import counted
@@ -21,6 +22,12 @@ WINDOW = 128
 """Number of steps for which each rank's time per sample is kept."""
 _FEW = 5
 """Up to this number of steps, the median is not trusted: some steps are untypical, and the first is slow."""
+_APART = 1.3
+"""A rank's largest share must be so many times its smallest one, to tell the fixed part of its time."""
+_REPEATS = 3
+"""Shares that a rank had in fewer steps do not count for that."""
+_SIGMA = 0.1
+"""Assumed relative standard deviation of the time of a step."""
 
 
 class CountersRecord(TypedDict):
@@ -32,6 +39,7 @@ class CountersRecord(TypedDict):
     metrics: dict[str, float]
     cost: float
     sample_seconds: list[float]
+    share_lines: list[list[float]]
     memory: list[dict[str, int]]
     skipped: int
     updates_of_server: str
@@ -55,8 +63,8 @@ class SummaryCounters(Observer):
         self._merges = self._wasted = self._quorums = self._merge_bytes = 0
         self._late = Counter[int]()
         """For each rank the merges with a quorum that did not wait for it."""
-        self._times = [deque[float](maxlen=WINDOW) for _ in range(parts)]
-        """Seconds per sample, for each part."""
+        self._times = [deque[tuple[int, float]](maxlen=WINDOW) for _ in range(parts)]
+        """For each part the samples of its steps, and the seconds of its own work on them."""
 
     everywhere = True
 
@@ -79,7 +87,7 @@ class SummaryCounters(Observer):
             self.memory = [max(pair, key=lambda each: each["peak"]) for pair in pairs]
         if len(record.compute_seconds) == len(record.shares):  # one rank for each part
             for times, seconds, count in zip(self._times, record.compute_seconds, record.shares, strict=True):
-                times.extend([seconds / count] if count else [])
+                times.extend([(count, seconds)] if count else [])
         self.taken = [total + share for total, share in zip(self.taken, record.shares, strict=True)]
         if record.costs:
             self.costs = [total + cost for total, cost in zip(self.costs, record.costs, strict=True)]
@@ -101,7 +109,18 @@ class SummaryCounters(Observer):
 
         A median, because a single pause says nothing about speed.
         """
-        return [median(times) for times in self._times] if min(map(len, self._times)) > _FEW else []
+        if min(map(len, self._times)) <= _FEW:
+            return []
+        return [median(seconds / count for count, seconds in times) for times in self._times]
+
+    def share_lines(self) -> list[list[float]]:
+        """Returns for each rank the seconds of its own work in a step that are fixed, and those of a sample; empty if
+        the shares of a rank differed too little to tell them apart."""
+        points = [_points(times) for times in self._times]
+        if any(not each or each[-1].n < _APART * each[0].n for each in points):
+            return []
+        lines = [fit_line(each, _SIGMA, Shape()).line for each in points]
+        return [[line.overhead_seconds, line.seconds_per_sample] for line in lines]
 
     def fractions(self) -> list[float]:
         """Returns the fraction of all samples that were of each part."""
@@ -122,6 +141,7 @@ class SummaryCounters(Observer):
             "metrics": evaluated.metrics if evaluated else {},
             "cost": sum(self.costs),
             "sample_seconds": self.sample_seconds(),
+            "share_lines": self.share_lines(),
             "memory": self.memory,
             "skipped": self.skipped,
             "updates_of_server": self._updates_of_server(),
@@ -191,3 +211,15 @@ class Clock:
     def seconds(self) -> float:
         """Seconds so far, also while the clock runs."""
         return self._before + (0.0 if self._began is None else time.perf_counter() - self._began)
+
+
+def _points(times: Iterable[tuple[int, float]]) -> list[Point]:
+    """Returns the median seconds of each share that was seen often enough, the smallest share first."""
+    seen: dict[int, list[float]] = {}
+    for count, seconds in times:
+        seen.setdefault(count, []).append(seconds)
+    return [
+        Point(count, median(took), len(took), 0)
+        for count, took in sorted(seen.items())
+        if len(took) >= _REPEATS
+    ]

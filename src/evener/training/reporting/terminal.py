@@ -12,6 +12,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from evener.balance.shares import solve
+from evener.balance.time_model import Line
 from evener.core.config.sizes import size_words
 from evener.core.observer import Observer
 from evener.core.records import EvaluationRecord, RunStart, RunSummary, StepRecord
@@ -297,22 +299,27 @@ def _samples_text(summary: RunSummary) -> str:
 def balance_text(summary: RunSummary) -> str:
     """Describes the gain of unequal shares over equal ones, or the possible gain of shares by speed; "" if it is small.
 
-    A rank with t seconds per sample takes s t for its part s of all samples. With equal shares of W ranks, a step ends
-    when the slowest has done 1 / W. With shares by speed, it ends when all together have done the whole. The fixed cost
-    of a step is ignored, so the numbers are estimates.
+    With equal shares, a step ends when the slowest rank has done its part. With shares by speed, all end together. If
+    shares have differed, the fixed part of each rank's time is known. Else the time is taken to be in proportion to the
+    samples, and what shares by speed would gain is the most that they may gain.
     """
     each, shares = summary.sample_seconds, summary.shares
     divided = len(each) == len(shares) > 1 and math.isclose(sum(shares), 1.0)
     divided = divided and not summary.updates_of_server  # there nobody waits for shares
     if not divided or not all((*each, *shares)):
         return ""
-    work = [share * seconds for share, seconds in zip(shares, each, strict=True)]
-    equal, taken, best = max(each) / len(each), max(work), 1 / sum(1 / seconds for seconds in each)
+    known = len(summary.share_lines) == len(each)
+    given = summary.share_lines if known else [(0.0, seconds) for seconds in each]
+    lines, batch = [Line(*line) for line in given], summary.batch_size
+    work = [line(share * batch) for line, share in zip(lines, shares, strict=True)]
+    best = max(line(share) for line, share in zip(lines, solve(lines, batch), strict=True))
+    equal, taken = max(line(batch / len(lines)) for line in lines), max(work)
     unequal = max(shares) - min(shares) > _SAME_SHARES
-    if unequal and equal / taken >= _WORTH_A_WORD:
+    if known and unequal and equal / taken >= _WORTH_A_WORD:
         return f"these shares: {_times_text(equal / taken)} of equal shares"
-    if not unequal and taken / best >= _WORTH_A_WORD:
-        return f"ranks waited for rank {work.index(taken)}: with --balance auto {_times_text(taken / best)}"
+    if not unequal and best and taken / best >= _WORTH_A_WORD:
+        gain = _times_text(taken / best) if known else f"up to {min(_MOST_TOLD, taken / best):.1f}x"
+        return f"ranks waited for rank {work.index(taken)}: with --balance auto {gain}"
     return ""
 
 
