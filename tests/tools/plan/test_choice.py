@@ -150,6 +150,18 @@ def test_a_run_as_predicted(tmp_path: Path) -> None:
     assert found.terms["communication"] == pytest.approx(36e-3 - 32e-3 - 1e-4)
 
 
+def test_waiting_for_samples_is_a_part_of_the_measured_step(tmp_path: Path) -> None:
+    """It is of the predicted one, and a record's step begins after it."""
+    run = run_of(tmp_path, 36e-3, (32e-3, 32e-3))
+    records = run / "records.jsonl"
+    records.write_text(records.read_text().replace("[0.0, 0.0001]", "[0.02, 0.01]"))
+    found = compared_step(calibration(), run)
+    assert found.seconds == pytest.approx(56e-3)
+    assert found.terms["input"] == pytest.approx(20e-3)
+    assert sum(found.terms.values()) == pytest.approx(found.seconds)
+    assert found.terms["communication"] == pytest.approx(4e-3)
+
+
 def test_the_term_that_is_off_is_named(tmp_path: Path) -> None:
     found = compared_step(calibration(), run_of(tmp_path, 60e-3, (30e-3, 34e-3)))
     assert not found.is_within

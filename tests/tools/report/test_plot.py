@@ -57,6 +57,16 @@ def test_each_rank_has_a_line_where_its_numbers_are(tmp_path: Path) -> None:
     assert {"rank 0", "rank 1", "step 0", "step 2"} <= set(texts_of(text))
 
 
+def test_waiting_for_samples_belongs_to_the_time_of_a_step(tmp_path: Path) -> None:
+    """A record's step begins when rank 0 has its samples."""
+    records = [record(i) | {"input_seconds": [0.3, 0.1]} for i in range(8)]
+    report = report_of(run(tmp_path / "slow", records))
+    assert "slow: 2.5 steps/s" in texts_of(drawn([report]))
+    (rate,) = [each for each in report.series if each.name == "throughput"]
+    assert rate.mean == pytest.approx([4 / 0.4] * 8)
+    assert report.samples_per_second == pytest.approx(4 / 0.4)
+
+
 def test_shares_are_those_of_the_cost_where_it_is_known(tmp_path: Path) -> None:
     records = [record(i, shares=(1, 3)) | {"costs": [0.3, 0.1]} for i in range(3)]
     more, less, *_ = lines_of(drawn([report_of(run(tmp_path / "a", records))]))

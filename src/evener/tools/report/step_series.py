@@ -94,7 +94,8 @@ class StepTables:
         columns = np.array(positions, dtype=np.int64) // bins.width
         values = np.array(rates)[:, None]
         yield _series(schema.LR, "", _first(spread_over(columns, values, len(bins))))
-        seconds = spread(SECONDS)
+        seconds, inputs = spread(SECONDS), self.first_input()
+        seconds = Spread(seconds.minimum + inputs, seconds.mean + inputs, seconds.maximum + inputs)
         yield _series(schema.STEP_SECONDS, "s", seconds)
         with np.errstate(invalid="ignore", divide="ignore"):
             samples = bins.total[:, SAMPLES] / bins.known[:, SAMPLES]
