@@ -30,6 +30,7 @@ because the loader cannot know whether the data set divides itself among workers
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -213,11 +214,12 @@ class StreamBatches:
                     f"the first sample of the {self._name} is not the same on all ranks, and exact=bits cuts one "
                     "stream by position: give every rank the same stream, and seed what is random in it"
                 )
-            if len(set(digests)) > 1:
-                self._tell(
+            if len(set(digests)) > 1 and self._cut.rank == 0:
+                warnings.warn(
                     f"the first sample of the {self._name} is not the same on all ranks. If it is random, all is well; "
                     "but a stream that divides itself by rank is divided twice, and its samples are lost: give every "
-                    "rank the whole stream"
+                    "rank the whole stream",
+                    stacklevel=2,
                 )
 
     def _from(self, epoch: int, position: int) -> Generator[Any, None, None]:

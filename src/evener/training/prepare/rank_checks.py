@@ -206,8 +206,9 @@ def check_marks(marks: list[float]) -> None:
         raise ConfigurationError(
             f"the ranks are not working on the same batch: {_listed(ranks)} another one than rank 0. All ranks must "
             "go through the same loaders in the same order, no rank may leave a loop alone, and shuffling must have "
-            "the same seed on all: use torch's default generator, or one with the same seed on all ranks. With "
-            "cost=... the cost of a sample must be the same on all ranks"
+            "the same seed on all: use torch's default generator, or one with the same seed on all ranks. A sampler "
+            "or a stream must not divide itself by rank: Evener divides its batches. With cost=... the cost of a "
+            "sample must be the same on all ranks"
         )
 
 
