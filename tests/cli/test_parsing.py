@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from evener.checkpoint.run_mark import Identity, write_mark
 from evener.cli.main import main, parser
 from evener.cli.parsing import WIDTH, Parser
 from evener.cli.train import speaks
@@ -203,6 +204,7 @@ class Stream:
     def flush(self): pass
     def isatty(self): return False
 sys.stderr = Stream()
+from evener.checkpoint.run_mark import Identity, write_mark
 from evener.cli.main import main
 main(sys.argv[1:])
 """
@@ -221,6 +223,50 @@ def test_the_first_line_comes_before_torch() -> None:
 )
 def test_one_rank_alone_says_it(variables: dict[str, str], speaking: bool) -> None:
     assert speaks(variables) == speaking
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("devices", "--save"),
+        ("train", "digits", "--json"),
+        ("plan", "digits", "--save"),
+        ("compare", "old", "new", "--json"),
+    ],
+)
+@pytest.mark.parametrize("text", ["precious", '{"name": "of another program"}', "[1, 2]"])
+def test_a_file_of_another_kind_is_not_replaced(
+    arguments: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "kept.json"
+    file.write_text(text)
+    assert f"{file} is there already, and was not written by {arguments[-1]}" in failed(
+        capsys, *arguments, str(file)
+    )
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize("text", ["", '{"cards": []}'])
+def test_a_file_of_the_same_kind_is_replaced(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(text)
+    assert parser().parse_args(["devices", "--save", str(file)]).save == file
+
+
+@pytest.mark.parametrize("name", ["checkpoints/latest", "checkpoints/step-00000002/rest.pt", "config.json"])
+@pytest.mark.parametrize(
+    "arguments",
+    [("export", "RUN", "--to"), ("report", "RUN", "--json"), ("predict", "RUN", "--data", "train", "--out")],
+)
+def test_a_file_of_a_run_is_not_replaced(
+    arguments: tuple[str, ...], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    write_mark(tmp_path, Identity().as_plain())
+    (tmp_path / "config.json").write_text("{}")
+    assert "is a file of a run, or lies in its checkpoints" in failed(
+        capsys, *arguments, str(tmp_path / name), "--overwrite"
+    )
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from evener import checkpoint
+from evener.checkpoint.outputs import check_output
 from evener.components.model_init import settle_on
 from evener.core.config.run_config import RunConfig
 from evener.core.elsewhere import url_of
@@ -91,6 +92,7 @@ def export(run: Path, to: Path | None = None, *, overwrite: bool = False, averag
         raise ConfigurationError(
             f"{found.path} has no average of the weights: the run's task keeps none (Task.average), or it had not begun"
         )
+    check_output(to)
     if to.exists() and not overwrite:
         raise ConfigurationError(
             f"{to} is there already: name another file with --to, or replace it with --overwrite"

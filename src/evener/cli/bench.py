@@ -48,7 +48,7 @@ def fill(parser: Parser) -> None:
     parser.option(simulated, "--simulate", action="store_true", help="predict for them")
     parser.option(simulated, "--ranks", type=int, metavar="N", help="how many")
     parser.option(simulated, "--topology", type=path, metavar="FILE", help="hosts and links, as JSON")
-    options.add_json_option(parser, "the rows")
+    options.add_json_option(parser, "the rows", "rows")
     plotted = "also plot bus bandwidth by size"
     parser.option("output", "--plot", type=drawing, metavar="FILE.svg", help=plotted)
     options.add_config_options(parser, "processes", "device", "timeout_seconds")

@@ -40,7 +40,12 @@ def fill(parser: Parser) -> None:
         help="status 1 if a step takes so much longer, and that is no chance",
     )
     parser.option(
-        "output", "--json", type=path, metavar="FILE", help="write the comparison; - for standard output"
+        "output",
+        "--json",
+        type=path,
+        metavar="FILE",
+        help="write the comparison; - for standard output",
+        replaces=("step_seconds",),
     )
 
 

@@ -44,7 +44,14 @@ def fill(parser: Parser) -> None:
         default=True,
         help="devices, and links between ranks",
     )
-    parser.option("output", "--save", type=path, metavar="FILE", help="write the survey to this file")
+    parser.option(
+        "output",
+        "--save",
+        type=path,
+        metavar="FILE",
+        help="write the survey to this file",
+        replaces=("cards",),
+    )
     parser.option(
         "output",
         "--from",
@@ -53,7 +60,7 @@ def fill(parser: Parser) -> None:
         metavar="FILE",
         help="a survey that was saved, of another machine",
     )
-    options.add_json_option(parser, "survey and findings")
+    options.add_json_option(parser, "survey and findings", "findings")
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -47,7 +47,7 @@ def fill(parser: Parser) -> None:
     named = "train, evaluate or package.module:dataset (default: the task's)"
     parser.option("what", "--data", metavar="DATA", help=named)
     options.add_task_options(parser, positional=False)
-    options.add_json_option(parser, "the result")
+    options.add_json_option(parser, "the result", "metrics")
     options.add_config_options(parser, *SETTINGS)
     options.add_rendezvous_options(parser)
 

@@ -163,9 +163,10 @@ def add_shares_option(parser: Parser) -> None:
     )
 
 
-def add_json_option(parser: Parser, what: str) -> None:
-    """Adds the option that also writes the command's output to a JSON file."""
-    parser.option("output", "--json", type=path, metavar="PATH", help=f"also write {what} to this file")
+def add_json_option(parser: Parser, what: str, *names: str) -> None:
+    """Adds the option that also writes the command's output to a JSON file, which has one of ``names``."""
+    text = f"also write {what} to this file"
+    parser.option("output", "--json", type=path, metavar="PATH", help=text, replaces=names)
 
 
 def add_report_option(parser: Parser, help: str) -> None:

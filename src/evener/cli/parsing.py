@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from evener.core.did_you_mean import did_you_mean
 from evener.core.elsewhere import is_url, place_of
 from evener.errors import ConfigurationError
+from evener.files import read_json
 
 WIDTH = 100
 _COLUMN = 36
@@ -47,6 +48,8 @@ class Parser(argparse.ArgumentParser):
         """Parsers of the commands."""
         self._outputs: list[argparse.Action] = []
         """Options that name a file to write."""
+        self._kinds: dict[str, Sequence[str]] = {}
+        """For an option that replaces a JSON file of its own kind alone: names of which such a file has one."""
         self.rest = ""
         """Attribute that receives the words after ``--``, for a command that passes them on; empty for others."""
         self._titled: dict[str, Any] = {}
@@ -69,12 +72,16 @@ class Parser(argparse.ArgumentParser):
         """Adds an argument that names a run directory or a checkpoint, which may lie elsewhere."""
         self.files.append(self.add_argument(name, type=place, metavar=metavar, help=help))
 
-    def option(self, group: str, *names: str, help: str, full: str = "", **known: Any) -> None:
+    def option(
+        self, group: str, *names: str, help: str, full: str = "", replaces: Sequence[str] = (), **known: Any
+    ) -> None:
         """Adds an option to the group with the title ``group``.
 
         Args:
             help: One line of help.
             full: The text for ``--help-full``; if empty, ``help``.
+            replaces: For the name of a file to write: a file that is there is replaced if it is a JSON object with one
+                of these names. If there are none, the command itself looks what it replaces.
         """
         if group not in self._titled:
             self._titled[group] = self.add_argument_group(group)
@@ -82,6 +89,7 @@ class Parser(argparse.ArgumentParser):
         self.options += action.option_strings
         self.files += [action] if known.get("type") in (path, place, drawing) else []
         self._outputs += [action] if group == "output" and known.get("type") in (path, drawing) else []
+        self._kinds[action.dest] = replaces
         if full:
             self.explained.append((action, full.replace("%", "%%")))
 
@@ -106,7 +114,8 @@ class Parser(argparse.ArgumentParser):
         return found, strange
 
     def _check_outputs(self, found: argparse.Namespace) -> None:
-        """Refuses a file that two options would write, since only the second would be left."""
+        """Refuses a file that two options would write, since only the second would be left, a file of a run, and one of
+        another kind."""
         seen: dict[str, str] = {}
         for action in self._outputs:
             file, option = getattr(found, action.dest), action.option_strings[0]
@@ -115,6 +124,22 @@ class Parser(argparse.ArgumentParser):
             other = seen.setdefault(os.path.realpath(file), option)
             if other != option:
                 self.error(f"{other} and {option} both name {file}: give each a file of its own")
+            self._check_replaced(option, file, self._kinds[action.dest])
+
+    def _check_replaced(self, option: str, file: Path, names: Sequence[str]) -> None:
+        from evener.checkpoint.outputs import check_output  # not needed to parse most command lines
+
+        try:
+            check_output(file)
+            there = read_json(file) if names and file.exists() and file.stat().st_size else None
+        except ConfigurationError as error:
+            self.error(f"{option}: {error}")
+        except (OSError, ValueError):
+            there = ()
+        if there is not None and not (isinstance(there, dict) and any(name in there for name in names)):
+            self.error(
+                f"{option}: {file} is there already, and was not written by {option}: name another file"
+            )
 
     def _strange(self, strange: Sequence[str]) -> str:
         named = [word.partition("=")[0] for word in strange if word.startswith("-")]

@@ -46,7 +46,9 @@ def fill(parser: Parser) -> None:
     parser.option(
         output, "--memory", action="store_true", help="bytes by rank and purpose alone, without trials"
     )
-    parser.option(output, "--save", type=path, metavar="FILE", help="keep what the trials show")
+    parser.option(
+        output, "--save", type=path, metavar="FILE", help="keep what the trials show", replaces=("costs",)
+    )
     parser.option(output, "--top", type=int, default=5, metavar="N", help="show the N fastest ways")
     parser.option(
         output,
@@ -58,7 +60,7 @@ def fill(parser: Parser) -> None:
     )
     options.add_config_options(parser)
     options.add_shares_option(parser)
-    options.add_json_option(parser, "the plan")
+    options.add_json_option(parser, "the plan", "plan", "peak")
 
 
 def execute(arguments: argparse.Namespace) -> int:

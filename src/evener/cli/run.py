@@ -62,7 +62,7 @@ def fill(parser: Parser) -> None:
         help="with --observe: live figures for Prometheus, in a *.prom file",
     )
     options.add_report_option(parser, "with --run-dir: write report.html there at the end")
-    options.add_json_option(parser, "what --observe saw")
+    options.add_json_option(parser, "what --observe saw", "ranks")
     parser.option("script", "-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     parser.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")

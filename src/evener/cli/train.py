@@ -54,7 +54,7 @@ def fill(parser: Parser) -> None:
         help="train in the fastest way of evener plan TASK --save FILE",
     )
     options.add_rendezvous_options(parser)
-    options.add_json_option(parser, "the summary")
+    options.add_json_option(parser, "the summary", "final_loss")
     options.add_report_option(parser, "write report.html into the run directory at the end")
 
 

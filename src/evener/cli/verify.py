@@ -124,7 +124,7 @@ def fill(parser: Parser) -> None:
         "gradients merged, and compare the weights with its last checkpoint. TASK may be left out if it comes with "
         "Evener or an installed package",
     )
-    options.add_json_option(parser, "the result")
+    options.add_json_option(parser, "the result", "passed")
     parser.rest = "script_arguments"
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from evener.checkpoint.outputs import check_output
 from evener.core.os_errors import storage_errors
 from evener.core.plugins import find
 from evener.core.task.task import Task
@@ -133,6 +134,7 @@ def check_out(path: Path, overwrite: bool) -> None:
         raise ConfigurationError(
             f"{path} ends with none of {', '.join(_WRITERS)}, by which its format is chosen"
         )
+    check_output(path)
     if path.exists() and not overwrite:
         raise ConfigurationError(
             f"{path} is there already: name another file with --out, or give --overwrite"

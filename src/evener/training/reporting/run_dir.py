@@ -44,13 +44,13 @@ from evener.checkpoint.layout import (
     refuse_unwritable,
     saved_in,
 )
-from evener.checkpoint.run_mark import MARK, Identity, mark_in, write_mark
+from evener.checkpoint.outputs import RUN_FILES
+from evener.checkpoint.run_mark import Identity, mark_in, write_mark
 from evener.core.attempts import ATTEMPTS, StartRecord, append_attempt, fault_record
 from evener.core.elsewhere import shown
 from evener.core.observer import Observer
 from evener.core.os_errors import FULL, os_error_message, storage_errors
 from evener.core.record_file import RecordFile
-from evener.core.record_index import INDEX
 from evener.core.records import (
     RECORDS,
     EvaluationRecord,
@@ -78,7 +78,7 @@ _LONGEST_OWNER = 1000
 _SUMMARY = "summary.json"
 PROFILE = "profile"
 """Directory of the traces of `evener.training.profiling`."""
-_WRITTEN = ("config.json", "task.json", RECORDS, INDEX, ATTEMPTS, _SUMMARY, MARK, COUNTS, CHECKPOINTS)
+_WRITTEN = (*RUN_FILES, COUNTS, CHECKPOINTS)
 """Files and directories that a run writes."""
 
 
