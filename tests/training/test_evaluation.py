@@ -12,7 +12,7 @@ from evener.core.losses import Sum
 from evener.errors import ConfigurationError
 from evener.training import evaluation
 from evener.training.engine import Engine
-from evener.training.evaluation import examine
+from evener.training.evaluation import _named_values, examine
 from tests import tasks
 from tests.tiers import ALWAYS, NIGHTLY, spread
 
@@ -165,6 +165,12 @@ def evaluated(**settings: Any) -> dict[str, float]:
         for batch in engine.batches():
             engine.step(batch)
         return engine.evaluate()
+
+
+def test_two_metrics_with_numbers_of_one_name_are_refused() -> None:
+    assert _named_values({"f1": {"macro": 0.5}, "f": 1}) == {"f1.macro": 0.5, "f": 1.0}
+    with pytest.raises(ConfigurationError, match=r"two metrics .* a number with the name 'f1.macro'"):
+        _named_values({"f1": {"macro": 0.5}, "f1.macro": 0.7})
 
 
 def test_torchmetrics_do_not_depend_on_the_division(ranks: Any) -> None:

@@ -304,11 +304,16 @@ def _named_values(values: Mapping[str, Any]) -> dict[str, float]:
     flat: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            flat |= _named_values({f"{name}.{key}": entry for key, entry in value.items()})
+            found = _named_values({f"{name}.{key}": entry for key, entry in value.items()})
         elif isinstance(value, Sequence):
-            flat |= _named_values({f"{name}.{key}": entry for key, entry in enumerate(value)})
+            found = _named_values({f"{name}.{key}": entry for key, entry in enumerate(value)})
         else:
-            flat[name] = float(value)
+            found = {name: float(value)}
+        for twice in flat.keys() & found:
+            raise ConfigurationError(
+                f"two metrics of the task give a number with the name {twice!r}: give one of them another name"
+            )
+        flat |= found
     return flat
 
 

@@ -87,6 +87,7 @@ def test_what_is_no_dataset(dataset: Any, words: str) -> None:
         ({"epochs": 0}, r"^Task.epochs is 0; give"),
         ({"epochs": None}, "epochs is None"),
         ({"metrics": [len]}, "metrics is of type list, not a mapping"),
+        ({"metrics": {"loss": nn.L1Loss()}}, "metrics has 'loss', which is the name of Task.loss"),
         ({"metrics": {"mse": nn.MSELoss}}, r"metrics\['mse'\] is the class MSELoss; .*MSELoss\(\.\.\.\)"),
         ({"loss": nn.MSELoss}, r"loss is the class MSELoss; give an object of it: MSELoss\(\)"),
         ({"scheduler": 3}, "scheduler is of type int, not a function; give a function from an optimizer"),

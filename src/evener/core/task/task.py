@@ -136,7 +136,7 @@ class Task:
         check_dataset(self.train, "Task.train")
         if self.evaluate is not None:
             check_dataset(self.evaluate, "Task.evaluate")
-        check_metrics(self.metrics)
+        check_metrics(self.metrics, self.loss is not None)
         object.__setattr__(self, "average", as_average(self.average))
         taken = [name for name in self.metrics if name.startswith("average.")]
         if self.average is not None and taken:

@@ -67,14 +67,18 @@ def check_function(name: str, value: object, signature: str, optional: bool) -> 
         raise TaskError(f"Task.{name} is {kind_of(value)}, not a function; give a function {signature}")
 
 
-def check_metrics(metrics: object) -> None:
+def check_metrics(metrics: object, beside_loss: bool) -> None:
     """Raises:
-    TaskError: If ``metrics`` is not a mapping from names to metrics.
+    TaskError: If ``metrics`` is not a mapping from names to metrics, or has one with the name of the loss beside it.
     """
     if not isinstance(metrics, Mapping):
         raise TaskError(
             f"Task.metrics is {kind_of(metrics)}, not a mapping from names to metrics; give for instance "
             'metrics={"accuracy": evener.accuracy}'
+        )
+    if beside_loss and "loss" in metrics:
+        raise TaskError(
+            "Task.metrics has 'loss', which is the name of Task.loss in an evaluation: give the metric another name"
         )
     for name, metric in metrics.items():
         if isinstance(metric, type):
