@@ -6,9 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import evener
+from evener.errors import ConfigurationError
 from tests.training.prepare.running import Weights, prepared, with_settings
 from tests.training.prepare.test_strategies import (
     TENSOR,
@@ -57,3 +59,34 @@ def test_the_file_is_that_of_one_device(ranks: Any, tmp_path: Path) -> None:
     plain = model()
     plain.load_state_dict(held["model"])
     adamw(plain).load_state_dict(held["optimizer"])
+
+
+def refused_state(is_prepared: bool, path: str) -> tuple[str, int]:
+    loop = loop_of(is_prepared)
+    optimizer = torch.optim.AdamW(loop.model.parameters(), fused=True)
+    parts = {"model": loop.model, "optimizer": optimizer}
+    for x, y in loop.loader:
+        optimizer.zero_grad()
+        loop.backward(x, y)
+        optimizer.step()
+    evener.save(path, **parts)
+    evener.load(path, **parts)
+    optimizer.step()
+    evener.barrier()
+    if evener.is_main():
+        found = torch.load(path, weights_only=True)
+        found["states"]["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+        torch.save(found, path)
+    evener.barrier()
+    with pytest.raises(ConfigurationError) as caught:
+        evener.load(path, **parts)
+    return str(caught.value), len(optimizer.state)
+
+
+def test_the_state_of_divided_fused_updates_has_the_shapes_of_their_rows(ranks: Any, tmp_path: Path) -> None:
+    """The kernel would write beyond the memory of a smaller one."""
+    for words, entries in ranks(2).run(
+        prepared, partial(refused_state, path=str(tmp_path / "file")), **ZERO1
+    ):
+        assert "exp_avg has the shape (3,) there" in words
+        assert not entries

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from evener.checkpoint.structure import is_count, is_named
-from evener.components.optim.fused import lay_out_state
 from evener.core.os_errors import os_error_behind, os_error_message
 from evener.core.plain_values import as_plain, unreadable
 from evener.core.text import few, printable, said
@@ -78,8 +77,8 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
     for name, thing in objects.items():
         try:
             thing.load_state_dict(states[name])
-            if isinstance(thing, torch.optim.Optimizer) and not place.division.divides_updates:
-                lay_out_state(thing)
+            if isinstance(thing, torch.optim.Optimizer):
+                place.division.lay_out_state(thing)
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             message = printable(said(error))
             raise ConfigurationError(f"{name} does not go on from {path}: {message}") from error

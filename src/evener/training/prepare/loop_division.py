@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from evener.components.model_init import named_tensors
 from evener.components.optim.elementwise import updated_whole
+from evener.components.optim.fused import lay_out_state
 from evener.components.optim.stand_ins import inner_optimizers
 from evener.components.optim.whole_steps import WholeSteps
 from evener.components.optim.whole_updates import WholeUpdates
@@ -52,11 +53,6 @@ class LoopDivision:
     def divides_model(self) -> bool:
         """True if ranks hold parts of the model."""
         return self._model is not None
-
-    @property
-    def divides_updates(self) -> bool:
-        """True if ranks hold whole weights, and the state of parts of them."""
-        return self._owners is not None
 
     def set_up(self, make: LearnerOfLoop, models: Sequence[nn.Module], session: Session) -> Learner:
         """Sets the models up on this rank, and divides them as their strategy says. A collective call."""
@@ -190,6 +186,20 @@ class LoopDivision:
             self._owners.begin(optimizer)
         if optimizer in self._steps:
             self._steps[optimizer].begin(optimizer)
+
+    def lay_out_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lays out a state that was loaded for fused updates, of this rank's rows if it updates these alone.
+
+        Raises:
+            ConfigurationError: If it has another shape.
+        """
+        if self._owners is not None:
+            self._owners.begin(optimizer)
+        try:
+            lay_out_state(optimizer)
+        finally:
+            if self._owners is not None:
+                self._owners.put_back(optimizer)
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after any optimizer has stepped. A collective call, if it was one of the model."""
