@@ -210,3 +210,18 @@ def test_the_state_of_a_fused_optimizer_has_the_shapes_of_its_parameters(tmp_pat
         ):
             evener.load(tmp_path / "odd.pt", optimizer=optimizer)
         assert not optimizer.state
+
+
+@pytest.mark.parametrize(("before", "after"), [("Adam", "SGD"), ("SGD", "Adam"), ("RMSprop", "Adam")])
+def test_the_file_of_an_optimizer_of_another_kind_is_refused(before: str, after: str, tmp_path: Path) -> None:
+    with with_settings():
+        loop = Loop(True)
+        one, other = (getattr(torch.optim, name)(loop.model.parameters(), lr=0.1) for name in (before, after))
+        for each in loop.model.parameters():
+            each.grad = torch.zeros_like(each)
+        one.step()
+        evener.save(tmp_path / "file.pt", optimizer=one)
+        with pytest.raises(
+            ConfigurationError, match=f"of another kind, which has no .*, and this one is {after}:"
+        ):
+            evener.load(tmp_path / "file.pt", optimizer=other)

@@ -180,7 +180,12 @@ REFUSED: tuple[tuple[Any, Step, str, str], ...] = (
         "equal",
         "no row of samples and differs between ranks, (argument 3|something)",
     ),
-    (contrastive, of_no_rows, "equal", "has no row for each of a rank's samples"),
+    (
+        contrastive,
+        of_no_rows,
+        "equal",
+        r"has no row for each of a rank's samples.* as outputs\[mask\], pass all rows",
+    ),
     (words, of_several_passes, "2,1", "the loss of rank 0 follows from none of its model's outputs"),
 )
 
@@ -201,6 +206,15 @@ def test_what_cannot_be_made_right_is_refused(
 ) -> None:
     for message in ranks(2).run(refusal, loss, step, balance):
         assert re.search(words, message), message
+
+
+def test_a_module_without_parameters_is_a_loss_and_says_so() -> None:
+    with with_settings():
+        _, prepared = evener.prepare(Model(), nn.Dropout())
+        with pytest.raises(
+            AttributeError, match=r"has no 'eval'.* if it is a model, leave it out of evener.prepare"
+        ):
+            prepared.eval()
 
 
 def epoch_sum(balance: str) -> list[str]:

@@ -78,15 +78,35 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
         try:
             thing.load_state_dict(states[name])
             if isinstance(thing, torch.optim.Optimizer):
+                _check_kind(thing)
                 place.division.lay_out_state(thing)
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-            message = printable(said(error))
+            message = _of_other_kind(thing) or printable(said(error))
             raise ConfigurationError(f"{name} does not go on from {path}: {message}") from error
     place.random.load_state(found["random"])
     place.steps = found["steps"]
     if found.get("batches") is not None:
         batches_of(place).load_state_dict(found["batches"])
     return dict(values)
+
+
+def _check_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError for an optimizer that has loaded the groups of one of another kind."""
+    if words := _of_other_kind(optimizer):
+        raise ValueError(words)
+
+
+def _of_other_kind(thing: Any) -> str:
+    """Says what an optimizer lacks whose groups were loaded; "" if nothing, or if it is none. What a later version of
+    its class has added is not missing: the class fills it in."""
+    groups = thing.param_groups if isinstance(thing, torch.optim.Optimizer) else ()
+    missing = [key for group in groups for key in thing.defaults if key not in group]
+    if not missing:
+        return ""
+    return (
+        f"it was saved of an optimizer of another kind, which has no {missing[0]!r}, and this one is "
+        f"{type(thing).__name__}: go on with the one before, or leave it out of evener.load"
+    )
 
 
 def _watch_optimizers(objects: dict[str, Any], place: LoopState) -> None:

@@ -110,7 +110,8 @@ def gather(tree: T) -> T:
         if not leaf.dim() or len(leaf) != expected:
             raise ConfigurationError(
                 f"evener.gather takes tensors with a row for each of this rank's {expected} samples, not one of shape "
-                f"{tuple(leaf.shape)}; a prepared loss is that of all ranks already"
+                f"{tuple(leaf.shape)}; a prepared loss is that of all ranks already, and of rows that are no samples, "
+                "such as nodes or boxes, evener.global_mean(rows) is the mean over all ranks"
             )
         return gathered(leaf, current_batch.batch.shares, place)
 

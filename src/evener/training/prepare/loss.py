@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +76,12 @@ class OverAll:
     @function.setter
     def function(self, function: Any) -> None:
         self._of_rows.function = function
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"a prepared loss is a function and has no {name!r}. A module without parameters is taken for a loss: if "
+            "it is a model, leave it out of evener.prepare, or put it into the model that has parameters"
+        )
 
     @outside_of_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -242,7 +242,7 @@ _NO_ROWS = (
     "{name} is no sum or mean over samples, and what it was called with has no row for each of a rank's samples along "
     "the first dimension, so that it cannot be computed from those of all ranks: pass all that belongs to samples as "
     "tensors with the samples first, or as lists of one entry per sample, or give an evener.loss that says its sum and "
-    "its count"
+    "its count. Of rows that the loop has chosen, as outputs[mask], pass all rows and the mask, and choose inside"
 )
 _MIXED_ROWS = (
     "{name} returns a row for each sample that depends on other samples, so that a mean of a rank's rows has not the "
