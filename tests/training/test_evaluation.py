@@ -253,6 +253,20 @@ def test_an_output_that_is_not_by_sample_is_refused(form: str, words: str) -> No
         predicted(form, 7, True, batch_size=4)
 
 
+def refused_on_rank_0(form: str) -> str:
+    with Engine(tasks._task(model=lambda: Same(form)), device="cpu", batch_size=4) as engine:
+        with pytest.raises(ConfigurationError) as caught:
+            engine.predict(Inputs(7), targets=False)
+        assert len(engine.session.control.gather_objects("here")) == 2
+    return str(caught.value)
+
+
+def test_outputs_that_rank_0_cannot_join_are_refused_on_all_ranks(ranks: Any) -> None:
+    """Those that went on alone would wait for it."""
+    for words in ranks(2).run(refused_on_rank_0, "mean"):
+        assert "dimension 0 must be the samples" in words
+
+
 class Padded(nn.Module):
     """As many outputs as the largest number among the samples."""
 

@@ -191,8 +191,8 @@ def predict(
     must be the same for all samples, and are returned once.
 
     Raises:
-        ConfigurationError: If dimension 0 of an output is not the samples, other dimensions differ between batches, an
-            output that is no tensor differs between them, or the dataset has no order.
+        ConfigurationError: On all ranks, if dimension 0 of an output is not the samples, other dimensions differ
+            between batches, an output that is no tensor differs between them, or the dataset has no order.
     """
     _check_ordered(dataset)
     average = learner.average
@@ -206,7 +206,14 @@ def predict(
             measured=False,
             everywhere=everywhere,
         )
-    return None if found.pieces is None else _joined(found.pieces)
+    made, wrong = None, ""
+    try:
+        made = None if found.pieces is None else _joined(found.pieces)
+    except ConfigurationError as error:  # on rank 0, if it alone has the outputs
+        wrong = str(error)
+    if wrong := learner.session.control.broadcast_object(wrong):
+        raise ConfigurationError(wrong)
+    return made
 
 
 def _speaks(learner: Learner) -> bool:
