@@ -12,6 +12,7 @@ from torch import nn
 
 from evener import checkpoint
 from evener.checkpoint import writer as saving
+from evener.checkpoint.run_mark import Identity, write_mark
 from evener.core.config.run_config import RunConfig
 from evener.errors import ConfigurationError, DataError
 from evener.training.engine import Engine
@@ -182,6 +183,14 @@ def test_a_save_that_would_keep_nothing_is_refused(tmp_path: Path, keep: int) ->
 
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"no checkpoint at .*there is no .*latest"):
+        checkpoint.find(tmp_path)
+
+
+def test_a_run_that_saved_nothing_is_to_begin_anew(tmp_path: Path) -> None:
+    write_mark(tmp_path, Identity().as_plain())
+    with pytest.raises(
+        ConfigurationError, match="ended before it saved one: begin it anew, without --resume"
+    ):
         checkpoint.find(tmp_path)
 
 

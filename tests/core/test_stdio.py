@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +78,21 @@ def test_a_line_is_dropped_if_standard_error_is_closed(
     closed.close()
     monkeypatch.setattr(sys, "stderr", closed)
     to_stderr("unseen")
+
+
+def test_own_warnings_are_one_line_and_those_of_others_as_ever(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.py"
+    theirs.write_text("warnings.warn('of theirs')")
+    code = (
+        "import warnings\n"
+        "from evener.core import stdio\n"
+        "stdio.shorten_own_warnings()\n"
+        "warnings.warn_explicit('of ours', UserWarning, stdio.__file__, 1)\n"
+        f"warnings.warn_explicit('of theirs', UserWarning, {str(theirs)!r}, 1)\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    assert told.splitlines() == [
+        "evener: of ours",
+        f"{theirs}:1: UserWarning: of theirs",
+        "  warnings.warn('of theirs')",
+    ]

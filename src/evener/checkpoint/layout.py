@@ -210,9 +210,11 @@ def candidates(path: Path) -> list[Path]:
             f"no checkpoint at {shown(path)}: the run there has saved none yet. Those in {others[0].parent} are of an "
             f"earlier run: name one of them to go on from it ({few([other.name for other in others])})"
         )
-    raise ConfigurationError(
-        f"no checkpoint at {shown(path)}: there is no {shown(path / CHECKPOINTS / LATEST)}"
+    ended = (
+        "the run there ended before it saved one: begin it anew, without --resume (--save-every saves sooner)"
     )
+    words = f"there is no {shown(path / CHECKPOINTS / LATEST)}" if run_in(path) is None else ended
+    raise ConfigurationError(f"no checkpoint at {shown(path)}: {words}")
 
 
 def _best_in(directory: Path) -> Path:

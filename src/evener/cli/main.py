@@ -31,7 +31,7 @@ from evener.cli import (
 from evener.cli.names import check_names
 from evener.cli.parsing import Parser
 from evener.core.os_errors import os_error_message
-from evener.core.stdio import guarded, open_missing, unheard
+from evener.core.stdio import guarded, open_missing, shorten_own_warnings, unheard
 from evener.core.stop_signals import StopSignal, interrupting
 from evener.core.text import printable
 from evener.errors import EvenerError, InterruptedRunError, RankError
@@ -160,6 +160,7 @@ def _failed(text: str, status: int) -> int:
 def command() -> None:
     """Runs the command and ends the process, even if a thread of user code would keep it alive."""
     parsed = argparse.Namespace()
+    shorten_own_warnings()
     try:
         status = main(parsed=parsed)
     finally:

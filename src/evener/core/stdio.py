@@ -5,17 +5,32 @@ from __future__ import annotations
 import io
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from evener.core.os_errors import CLOSED
+from evener.core.text import printable
+from evener.files import PACKAGE
 
 
 def to_stderr(text: str) -> None:
     """Prints a line to standard error, if that is open and has a reader."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
+
+
+def shorten_own_warnings() -> None:
+    """Makes warnings of Evener's own code one line in this process, without the line of source that gives them."""
+    before = warnings.formatwarning
+
+    def formatted(message: Any, category: Any, filename: str, lineno: int, line: str | None = None) -> str:
+        if str(PACKAGE) in filename:
+            return f"evener: {printable(str(message))}\n"
+        return before(message, category, filename, lineno, line)
+
+    warnings.formatwarning = formatted
 
 
 class Unheard:

@@ -23,7 +23,7 @@ import cloudpickle
 
 from evener.core.os_errors import storage_errors
 from evener.core.stacks import record_crash
-from evener.core.stdio import guard
+from evener.core.stdio import guard, shorten_own_warnings
 from evener.distributed.environment import detect
 from evener.distributed.failure import is_communication_error, record_failure
 from evener.distributed.file_descriptors import reserve
@@ -100,6 +100,7 @@ def main(run_dir: str) -> None:
     """Runs the job in ``run_dir`` as the rank given by the environment variables, and ends the process."""
     die_with(int(os.environ[LAUNCHER_PID]))
     reserve()
+    shorten_own_warnings()
     _hold_files_of_workers(run_dir)
     environment = detect()
     record_crash(Path(run_dir) / f"crash-{environment.rank}")
