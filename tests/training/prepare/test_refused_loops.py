@@ -195,6 +195,19 @@ def an_earlier_loss(_: bool) -> None:
         earlier.loss(loop.model(x), y)
 
 
+def averaged(_: bool) -> None:
+    torch.optim.swa_utils.AveragedModel(loop_of(True).model)
+
+
+def plain_gradients(_: bool) -> None:
+    loop = loop_of(True)
+    for x, y in loop.loader:
+        loop.backward(x, y)
+        for each in loop.model.parameters():
+            each.grad = torch.ones(each.shape, dtype=each.dtype)
+        loop.optimizer.step()
+
+
 REFUSED = (
     (begun, {"strategy": "pipeline"}, "strategy 'pipeline' runs forward and backward in an order of its own"),
     (begun, {"strategy": "local_sgd"}, "take the batches and steps of evener.Engine"),
@@ -257,6 +270,9 @@ REFUSED = (
     (sorted_gradients, TENSOR, "was given to flatten, which would see this rank's part of it alone"),
     (saved_by_one, TENSOR, r"rank 0 in state_dict\(\), rank 1 in the end of a batch"),
     (pickled, TENSOR, "cannot be pickled"),
+    (pickled, ZERO3, r"cannot be copied or pickled: take its state_dict\(\)"),
+    (averaged, ZERO3, "cannot be copied or pickled.*say zero=1"),
+    (plain_gradients, ZERO3, "has put a plain tensor in the place of the gradient"),
     (test_prepare.with_a_closure, ZERO3, "calls a closure has only this rank's parts"),
 )
 

@@ -13,10 +13,10 @@ All ranks must call either together.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from evener.components.model_init import named_tensors
-from evener.components.sharded_tensor.local import as_held, local
+from evener.components.sharded_tensor.local import as_held, is_divided, local
 from evener.components.sharded_tensor.shard_spec import ShardSpec, shard_spec
 from evener.data.batch import map_leaves
 from evener.distributed.mesh import Mesh
@@ -214,6 +214,8 @@ class DividedModel(DividedOptimizers):
         self._by_name = {name: part for name, part in parts.items() if part is not None}
         self._calls = _Calls(is_in_pass)
         self._guard(model)
+        if any(is_divided(part) for part in model.parameters()):
+            vars(model).update(__deepcopy__=_refuse_copy, __reduce_ex__=_refuse_copy)
         model.register_state_dict_post_hook(_StateHook(self.gather_model))  # type: ignore[no-untyped-call]
         model.register_load_state_dict_pre_hook(_StateHook(self.cut_model))  # type: ignore[no-untyped-call]
 
@@ -237,12 +239,18 @@ class DividedModel(DividedOptimizers):
     def _part(self, parameter: nn.Parameter) -> nn.Parameter:
         return self._parts.get(parameter, parameter)
 
-    def check_current(self, parameters: Iterable[Tensor]) -> None:
-        """Raises ConfigurationError if one of ``parameters`` was replaced by a part."""
+    def check_current(self, parameters: Sequence[Tensor]) -> None:
+        """Raises ConfigurationError if one of ``parameters`` was replaced by a part, or has a gradient that is none."""
         if any(parameter in self._parts for parameter in parameters):
             raise ConfigurationError(
                 "an optimizer has parameters from before evener.prepare, which has divided the model and put others "
                 "in their places: give the optimizer to evener.prepare, too, or make it afterwards"
+            )
+        if any(is_divided(each) and not is_divided(_gradient_of(each)) for each in parameters):
+            raise ConfigurationError(
+                "the loop has put a plain tensor in the place of the gradient of a weight that is divided over the "
+                "ranks: change the gradient itself, as by p.grad.mul_(mask) or p.grad = p.grad * 0.5, or use strategy "
+                "'ddp' or zero=1, whose gradients are whole"
             )
 
     def gather_model(self, _: nn.Module, found: dict[str, Any], prefix: str, *__: Any) -> None:
@@ -266,6 +274,19 @@ class DividedModel(DividedOptimizers):
             own = dict(module.named_parameters(recurse=False))
             if name and any((name + "." + key) in self._by_name for key in own):
                 module.register_forward_pre_hook(partial(calls.check, clean_name(name)), prepend=True)
+
+
+def _gradient_of(parameter: Tensor) -> Tensor:
+    return parameter if parameter.grad is None else parameter.grad
+
+
+def _refuse_copy(*_: Any) -> NoReturn:
+    """Stands for the methods of a model by which it is copied and pickled."""
+    raise ConfigurationError(
+        "a model whose weights PyTorch's FSDP2 has divided cannot be copied or pickled: take its state_dict(), which "
+        "is whole, for another model or a file, or use evener.save. For an average of the weights (AveragedModel) say "
+        "zero=1 beside strategy 'sharded'"
+    )
 
 
 def _owners(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
