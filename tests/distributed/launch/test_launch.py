@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import multiprocessing
 import os
 import signal
@@ -22,6 +23,7 @@ from evener.distributed.launch.launch import launch, run_job
 from evener.distributed.launch.process_count import Headcount
 from evener.distributed.launch.worker import BOOTSTRAP, RankCall
 from evener.distributed.session import RUN_DIR, Session
+from evener.distributed.watchdog.store_health import LAUNCHER_PID
 from evener.errors import (
     ConfigurationError,
     InterruptedRunError,
@@ -185,6 +187,18 @@ def test_a_rank_whose_launcher_was_stopped_while_it_started_ranks_ends_without_a
     gone = [sys.executable, "-c", BOOTSTRAP, str(tmp_path / "gone")]
     found = subprocess.run(gone, capture_output=True, text=True, timeout=60)
     assert (found.returncode, found.stdout, found.stderr) == (1, "", "")
+
+
+def test_modules_in_the_working_directory_do_not_take_the_place_of_pythons_own(tmp_path: Path) -> None:
+    for name in ("random", "types", "json"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('of the user')")
+    (tmp_path / "path.json").write_text(json.dumps([str(tmp_path), *sys.path]))
+    begun = [sys.executable, "-c", BOOTSTRAP, "."]
+    found = subprocess.run(begun, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert "of the user" not in found.stderr
+    assert (
+        f"KeyError: '{LAUNCHER_PID}'" in found.stderr
+    )  # so it came to its main, as a rank that nobody launched
 
 
 def test_a_full_temporary_directory_is_not_taken_for_what_cannot_be_pickled(

@@ -35,15 +35,19 @@ from evener.errors import InterruptedRunError, RankError
 from evener.torch_internals import interpreter
 
 BOOTSTRAP = (
-    "import gc, json, os, signal, sys; gc.disable(); os.path.isdir(sys.argv[1]) or sys.exit(1); "
+    "import sys; '' in sys.path and sys.path.remove(''); "
+    "import gc, json, os, signal; gc.disable(); os.path.isdir(sys.argv[1]) or sys.exit(1); "
     "plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler; "
     "plain and signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    "sys.path[:] = json.load(open(sys.argv[1] + '/path.json')); from evener.distributed.launch.worker import main; "
+    "path = json.load(open(sys.argv[1] + '/path.json')); here = '', os.getcwd(); "
+    "sys.path[:] = sorted(path, key=here.__contains__); "
+    "from evener.distributed.launch.worker import main; sys.path[:] = path; "
     "plain and signal.signal(signal.SIGINT, signal.default_int_handler); main(sys.argv[1])"
 )
-"""The code that a rank's interpreter runs. It uses the launcher's ``sys.path``, also to find Evener itself. Ctrl-C
-during the imports ends it without a traceback, and so does the end of a launcher that was stopped while it started
-ranks. Nothing is collected before the rank has its job: see
+"""The code that a rank's interpreter runs. It uses the launcher's ``sys.path``, also to find Evener itself. Until that
+is imported, the working directory comes last: a user's ``random.py`` or ``types.py`` there would take the place of
+Python's own, as it does not in the launcher. Ctrl-C during the imports ends it without a traceback, and so does the end
+of a launcher that was stopped while it started ranks. Nothing is collected before the rank has its job: see
 :mod:`evener.core.collector`."""
 
 UNWRITTEN = "the launcher's directory among the temporary files, which TMPDIR names, cannot be written"
