@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import runpy
 import tomllib
@@ -10,8 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-
-from evener.core.plugins import find
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -109,5 +108,4 @@ def test_what_a_page_names_is_there(page: str) -> None:
     for target in re.findall(r"^make ([\w-]+)", text, re.M):
         assert f"\n{target}:" in (ROOT / "Makefile").read_text()
     for name in re.findall(r"`(evener\.[\w.]+)`", text):
-        module, _, attribute = name.rpartition(".")
-        assert find(f"{module}:{attribute}", "name", "object", lambda value: True)
+        assert pkgutil.resolve_name(name)
