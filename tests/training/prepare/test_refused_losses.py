@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import evener
 from evener.errors import DivergenceError, EvenerError
@@ -215,6 +215,30 @@ def test_a_module_without_parameters_is_a_loss_and_says_so() -> None:
             AttributeError, match=r"has no 'eval'.* if it is a model, leave it out of evener.prepare"
         ):
             prepared.eval()
+
+
+def by_pairs() -> tuple[list[str], list[str]]:
+    """The rows of a rank compared with each other; as many classes as samples, with targets of the batch."""
+    told = []
+    for is_compared in (True, False):
+        with with_settings(balance="2,1"), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            numbered = TensorDataset(torch.eye(12, 8), torch.arange(12) % 8)
+            loss, loader, model = evener.prepare(
+                nn.CrossEntropyLoss(), DataLoader(numbered, 12), nn.Linear(8, 8)
+            )
+            for x, y in loader:
+                rows = model(x)
+                targets = torch.arange(len(x)) if is_compared else y
+                loss(rows @ rows.T if is_compared else rows, targets).backward()
+            told.append([str(each.message) for each in caught if "compares its samples" in str(each.message)])
+    return told[0], told[1]
+
+
+def test_a_loss_that_compares_the_samples_of_one_rank_is_told(ranks: Any) -> None:
+    first, second = ranks(2).run(by_pairs)
+    assert len(first[0]) == 1
+    assert (first[1], second) == ([], ([], []))
 
 
 def epoch_sum(balance: str) -> list[str]:

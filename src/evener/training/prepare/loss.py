@@ -6,6 +6,7 @@ So a loop prints what one device would print, and the gradients of the ranks add
 from __future__ import annotations
 
 import functools
+import warnings
 import zlib
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from evener.data.batch import MicroBatch, leaves_of, map_leaves
 from evener.errors import LossError
 from evener.nn.context import current
 from evener.torch_internals.compiling import outside_of_graphs
+from evener.training.prepare.batch_tensors import is_of_a_batch
 from evener.training.prepare.global_loss import (
     AllRanks,
     Parted,
@@ -50,6 +52,15 @@ _TWICE = (
     "sum of the rows is divided by must be of all ranks too, as in (each * w).sum() / evener.gather(w).sum()"
 )
 
+_PAIRS = (
+    "{name} was given as many outputs for each sample as rank 0 has samples, and their own numbers as targets, as in "
+    "loss(rows @ rows.T, torch.arange(len(rows))): each rank compares its samples with each other and not with those "
+    "of other ranks, which is another training than that of one device. Give evener.prepare the function of the rows, "
+    "lambda rows: F.cross_entropy(rows @ rows.T, torch.arange(len(rows), device=rows.device)), and call that: it then "
+    "sees the rows of all ranks"
+)
+_LEAST_PAIRS = 4
+
 
 class OverAll:
     """Computes ``loss(outputs, targets)``, or a loss of any arguments, over the samples of all ranks. Collective calls.
@@ -65,6 +76,8 @@ class OverAll:
         self._trial = None if self._exact is None else LossTrial(self._exact)
         self._way = LossKind.SUMS if is_torchs_own(function) else None
         self._is_trusted = self._way is not None
+        self._is_known = False
+        """Whether a loss of known sums was called before."""
         self._courses: set[int] = set()
         self._calls = 0
 
@@ -117,6 +130,10 @@ class OverAll:
         if self._trial is not None and scope is not None and not self._trial.is_done:
             micro = MicroBatch(None, plain_of(targets), scope.samples, scope.weight)
             self._trial.run(plain_of(outputs), micro)
+        if not self._is_known:
+            self._is_known = True
+            if self._place.world_size > 1 and self._place.rank == 0 and _are_pairs(outputs, targets):
+                warnings.warn(_PAIRS.format(name=name_of(self.function)), stacklevel=4)
         total, count = loss.total(outputs, targets), loss.count(targets)
         sizes = [leaf.numel() for leaf in leaves_of((outputs, targets)) if isinstance(leaf, Tensor)]
         own = sizes if is_torch_loss(self.function) else []
@@ -236,6 +253,18 @@ def _exact_or_none(function: Any) -> Loss | None:
 def _unmarked(made: Any) -> Any:
     """Unwraps rows of samples. Values of all ranks stay as they are."""
     return map_leaves(lambda leaf: leaf.plain if isinstance(leaf, Own) else leaf, made)
+
+
+def _are_pairs(outputs: Any, targets: Any) -> bool:
+    """Returns True for a score of each pair of this rank's samples, with each sample's own number as its target. Few
+    samples may have such classes by chance."""
+    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)) or is_of_a_batch(targets):
+        return False
+    number = len(targets) if targets.dim() == 1 and not targets.is_floating_point() else 0
+    alike = number >= _LEAST_PAIRS and outputs.shape == (number, number)
+    return alike and torch.equal(
+        plain_of(targets), torch.arange(number, device=targets.device).to(targets.dtype)
+    )
 
 
 def _width(place: LoopState, terms: Tensor) -> int:
