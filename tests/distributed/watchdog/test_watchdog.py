@@ -199,6 +199,28 @@ def test_the_next_rank_looks_when_the_looker_is_silent(monkeypatch: pytest.Monke
     assert spoke == [1]
 
 
+def test_a_rank_that_came_late_once_is_not_missing_from_the_next_block_of_that_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each fold of a cross-validation saves step 6, and what was seen in the first says nothing of the second."""
+    first, second = (Watchdog(rank, 2, HashStore(), timeout_seconds=10) for rank in range(2))
+    store, said = Ledger(), list[str]()
+    monkeypatch.setattr(Watchdog, "_end_process", lambda self, message, *_: said.append(message))
+    for watchdog in (first, second):
+        watchdog._roster.store, watchdog._host = cast(LimitedStore, store), "host"
+    (other,) = first._roster.others
+    second._tick()
+    with first.together("checkpoint", step=6):
+        first._tick()
+    assert other._apart_since is not None
+    other._apart_since -= 500
+    first._tick()
+    second._tick()
+    with first.together("checkpoint", step=6):
+        first._tick()
+    assert said == []
+
+
 def goes_on_after(troubles: list[Exception], connects: bool = True) -> None:
     """Raises each of the troubles in the watchdog's thread, the last first, and waits for the heartbeat after them."""
 

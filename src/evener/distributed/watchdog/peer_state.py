@@ -102,9 +102,13 @@ class PeerState:
             self._apart_since = time.monotonic()
         self._apart_from = here.together
 
+    def lose_sight(self) -> None:
+        """Ends `apart_seconds`, because this rank compares no more: nobody would notice if the other came back."""
+        self._apart_since = None
+
     @property
     def apart_seconds(self) -> float:
-        """For how long every `compare` has found the rank missing; 0 if the last did not."""
+        """For how long every `compare` has found the rank missing, without a pause; 0 if the last did not."""
         return 0.0 if self._apart_since is None else time.monotonic() - self._apart_since
 
     def describe(self) -> str:

@@ -357,8 +357,11 @@ class Watchdog:
         looks = may_look(beat) and self._roster.looks(beat)
         if looks:
             self._look_after_others(beat)
-        elif self._stall.show is not None and is_stalled(beat) and self._roster.others:
-            self._roster.refresh()
+        else:
+            for other in self._roster.others:
+                other.lose_sight()
+            if self._stall.show is not None and is_stalled(beat) and self._roster.others:
+                self._roster.refresh()
         self._stall.tell(beat, self._roster.others, looks)
 
     def _look_after_others(self, beat: Heartbeat) -> None:
