@@ -69,6 +69,22 @@ def test_a_signal_that_comes_within_a_trial_is_not_lost(monkeypatch: pytest.Monk
         step(evener.loss(stopped_in_the_trial))
 
 
+def test_weights_in_a_list_beside_the_targets_are_not_tried() -> None:
+    """They could not be cut with the samples, so the count of a part would be that of all."""
+
+    def weighted(outputs: Tensor, targets: Any) -> Tensor:
+        each = F.cross_entropy(outputs, targets["labels"], reduction="none")
+        return sum(weight * term for weight, term in zip(targets["weights"], each, strict=False))  # type: ignore
+
+    outputs, targets = torch.randn(4, 3), {"labels": torch.arange(4) % 3, "weights": [1, 2, 3, 4]}
+    micro = MicroBatch(torch.randn(4, 5), targets, torch.arange(4))
+    with scope(micro.samples, 1, 0, 1):
+        found = trial_of(
+            lambda *given: Sum(weighted(*given), sum(given[1]["weights"])), outputs, micro, weighted
+        )
+    assert found is None
+
+
 @pytest.mark.parametrize("count", [None, lambda targets: 1 + (targets > 0).sum()])
 def test_a_mean_is_refused(count: Any) -> None:
     with pytest.raises(LossError, match="their mean, where it must be their sum"):

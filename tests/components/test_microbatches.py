@@ -33,6 +33,18 @@ def test_what_cannot_be_cut_stays_one() -> None:
         assert pieces_of(whole, 3) == [whole]
 
 
+@pytest.mark.parametrize("own", [["a", "b", "c"], (1, 2, 3, 4, 5, 6), [[0, 1], [2]], {"deep": [0.5] * 6}])
+def test_plain_values_of_samples_stay_with_all_their_rows(own: object) -> None:
+    """Nobody knows which names or lengths belong to the rows of a piece."""
+    whole = micro(6, own=own)
+    assert pieces_of(whole, 3) == [whole]
+
+
+def test_plain_values_of_the_batch_go_with_each_piece() -> None:
+    found = pieces_of(micro(6, size=(224, 224), cache=[None] * 6, pair=(torch.zeros(6), 0.5)), 3)
+    assert [piece.inputs["size"] for piece in found] == [(224, 224)] * 3
+
+
 def test_a_parcel_is_its_form_and_its_tensors() -> None:
     tree = (torch.ones(2, 3), {"sizes": torch.Size([4]), "deep": [torch.zeros(1, dtype=torch.int64), None]})
     form, tensors = taken_apart(tree)

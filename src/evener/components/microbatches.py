@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from evener.components.tree_spec import put_together, taken_apart
-from evener.data.batch import MicroBatch, map_leaves
+from evener.data.batch import MicroBatch, has_to, leaves_of, map_leaves, parts_of
 
 
 def pieces_of(micro: MicroBatch, wanted: int) -> list[MicroBatch]:
@@ -41,8 +41,9 @@ def first_piece(micro: MicroBatch, most: int) -> tuple[MicroBatch, MicroBatch | 
 
 
 def by_samples(tree: Any, samples: int) -> bool:
-    """Returns True if every tensor of ``tree`` has ``samples`` rows and everything else is a plain value."""
-    fits: list[bool] = []
+    """Returns True if every tensor of ``tree`` has ``samples`` rows and everything else is a plain value that belongs
+    to all of them."""
+    fits = [not has_values_of_samples(tree, samples)]
 
     def check_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -53,6 +54,19 @@ def by_samples(tree: Any, samples: int) -> bool:
 
     map_leaves(check_leaf, tree)
     return all(fits)
+
+
+def has_values_of_samples(tree: Any, samples: int) -> bool:
+    """Returns True if ``tree`` has plain values that may belong to single samples, such as lengths or names: in a list,
+    or in a tuple of ``samples`` entries. Rows of tensors that are taken would have those of other samples beside them.
+    """
+    if isinstance(tree, Tensor) or has_to(tree):
+        return False
+    if isinstance(tree, tuple | list):
+        known = [leaf for leaf in leaves_of(tree) if leaf is not None]
+        if known and not any(isinstance(leaf, Tensor) for leaf in known):
+            return isinstance(tree, list) or len(tree) == samples
+    return any(has_values_of_samples(part, samples) for part in parts_of(tree))
 
 
 def joined(trees: Sequence[Any]) -> Any:

@@ -182,6 +182,17 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
+def parts_of(tree: Any) -> list[Any]:
+    """Returns the parts of a tuple, list, mapping or dataclass that :func:`map_leaves` enters; none of a leaf."""
+    if isinstance(tree, Mapping):
+        return list(tree.values())
+    if isinstance(tree, tuple | list):
+        return list(tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init]
+    return []
+
+
 def detached(leaf: Any) -> Any:
     """Returns a tensor detached from its graph, and anything else unchanged."""
     return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.components.loss_trial import WithoutMessages, ask_for_others
+from evener.components.microbatches import has_values_of_samples
 from evener.components.model_trial import (
     has_moving_attributes,
     has_users_hooks,
@@ -102,6 +103,7 @@ class ModelRun(NamedTuple):
             and all(type(t) is Tensor and t.layout is torch.strided for t in tensors)
             and not (self.may_be_columns and any(samples in t.shape[1:] for t in tensors))
             and all(leaf is None or isinstance(leaf, Tensor | bool | int | float | str) for leaf in leaves)
+            and not has_values_of_samples(self.inputs, samples)
         )
 
 
