@@ -8,10 +8,12 @@ import warnings
 from array import array
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -275,6 +277,7 @@ def test_a_loss_of_pairs_is_told_of_once_by_the_first_rank(
     [
         (lambda outputs, targets: evener.Sum(mean(outputs, targets), 1), "both must add up"),
         (lambda outputs, targets: evener.Sum(mean(outputs, targets), len(targets)), "both must add up"),
+        (partial(lambda outputs, targets, _: evener.Sum(mean(outputs, targets), 1), _=0), "both must add up"),
         (lambda outputs, targets: evener.Sum(of_pairs(outputs, targets), len(targets)), "both must add up"),
         (lambda outputs, targets: evener.Sum(in_sum(outputs, targets), len(targets)), ""),
         (lambda outputs, targets: in_sum(outputs, targets), ""),  # refused elsewhere
@@ -289,6 +292,71 @@ def test_a_metric_that_is_no_sum_is_told_once(
         for _ in range(2):
             try_metrics({"own": metric, "torchmetrics": object()}, torch.randn(6, 3), micro)
     assert [told in str(each.message) for each in recwarn.list] == [True] * bool(told)
+
+
+class Right:
+    """Counts right answers outside of what ranks merge."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.right, self.samples = 0, 0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.right += int((outputs.argmax(1) == targets).sum())
+        self.samples += len(targets)
+
+    def compute(self) -> float:
+        return self.right + self.samples
+
+
+def mean_of_means() -> Any:
+    import torchmetrics  # here, since it takes long
+
+    class MeanOfBatches(torchmetrics.MeanMetric):
+        def update(self, outputs: Tensor, targets: Tensor) -> None:  # type: ignore[override]
+            super().update(mean(outputs, targets))
+
+    return MeanOfBatches()
+
+
+def accuracy_of_samples() -> Any:
+    import torchmetrics
+
+    return torchmetrics.Accuracy(task="multiclass", num_classes=3)
+
+
+@pytest.mark.parametrize(
+    ("make", "ranks", "told"),
+    [
+        (Right, 1, 0),
+        (Right, 2, 1),
+        (mean_of_means, 1, 1),
+        (mean_of_means, 2, 1),
+        (accuracy_of_samples, 1, 0),
+        (accuracy_of_samples, 2, 0),
+    ],
+)
+def test_an_object_whose_states_do_not_merge_is_told_once(
+    make: Callable[[], Any],
+    ranks: int,
+    told: int,
+    recwarn: pytest.WarningsRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: ranks > 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    torch.manual_seed(0)
+    metric, micro = make(), MicroBatch(torch.randn(6, 5), torch.arange(6) % 3, torch.arange(6), 1)
+    recwarn.clear()
+    with scope(micro.samples, 1, 0):
+        for _ in range(2):
+            try_metrics({"own": metric}, torch.randn(6, 3), micro)
+    assert ["it depends on how its samples are divided" in str(each.message) for each in recwarn] == [
+        True
+    ] * told
 
 
 def test_a_metric_is_tried_in_an_evaluation() -> None:

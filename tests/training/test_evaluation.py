@@ -180,6 +180,39 @@ def test_torchmetrics_do_not_depend_on_the_division(ranks: Any) -> None:
         assert values == pytest.approx(reference, rel=1e-6)
 
 
+class Samples:
+    """Counts samples in an attribute."""
+
+    number = 0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.number += len(targets)
+
+    def compute(self) -> int:
+        return self.number
+
+    def reset(self) -> None:
+        self.number = 0
+
+
+def counted() -> float:
+    with Engine(tasks._task(metrics={"number": Samples()}), device="cpu") as engine:
+        return engine.evaluate(TensorDataset(torch.zeros(9, 6), torch.zeros(9).long()))["number"]
+
+
+def refused() -> str:
+    with pytest.raises(ConfigurationError) as raised:
+        counted()
+    return str(raised.value)
+
+
+def test_an_object_without_states_to_merge_is_refused_on_several_ranks(ranks: Any) -> None:
+    """Each rank had the value of its own samples."""
+    assert counted() == 9
+    for message in ranks(2).run(refused):
+        assert "'number' is of type Samples, which has no state that ranks could merge" in message
+
+
 class Inputs(Dataset[Any]):
     def __init__(self, size: int) -> None:
         self.size = size

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 from evener.components.microbatches import by_samples
 from evener.components.model_trial import attributes_kept, closure_of, state_kept, variables_kept
-from evener.core.losses import Loss, Sum
-from evener.core.losses.torch_losses import TorchLoss
+from evener.core.losses import Accumulator, Loss, Sum
+from evener.core.losses import metric as accumulator_of
+from evener.core.losses.torch_losses import TorchLoss, is_sum, is_torch_loss
 from evener.core.types import Tree
-from evener.data.batch import MicroBatch, detached, map_leaves, tensors_in
+from evener.data.batch import MicroBatch, detached, leaves_of, map_leaves, tensors_in
 from evener.distributed import signals as interrupt
 from evener.errors import LossError
 from evener.hardware.generators import all_kept
@@ -145,35 +146,104 @@ def check_loss(found: SumTrial) -> None:
 
 
 def try_metrics(metrics: Mapping[str, Any], outputs: Tree, micro: MicroBatch) -> None:
-    """Tries those functions of the user that have not been.
+    """Tries those metrics of the user that have not been: functions, and objects with states.
 
     Warns:
-        UserWarning: On the first rank, if one returns no sum.
+        UserWarning: On the first rank, if one depends on how its samples are divided.
     """
     for name, metric in metrics.items():
-        if not isfunction(metric) or metric in _tried or not micro.weight or len(micro.samples) < 2:
+        if not micro.weight or len(micro.samples) < 2 or not _is_new(metric):
             continue
+        said = (_of_states if _has_states(metric) else _of_function)(metric, outputs, micro)
+        if said and not (dist.is_initialized() and dist.get_rank()):
+            warnings.warn(f"the {said.format(name=repr(name))}", stacklevel=2)
+
+
+def _has_states(metric: Any) -> bool:
+    return all(hasattr(metric, name) for name in ("update", "compute", "reset"))
+
+
+def _is_new(metric: Any) -> bool:
+    """Returns True the first time for a function that is no loss, or an object with states, if it can be remembered."""
+    is_loss = is_sum(metric) or is_torch_loss(metric)
+    if is_loss or not (callable(metric) or _has_states(metric)):
+        return False
+    try:
+        is_new = metric not in _tried
         _tried.add(metric)
-        found = trial_of(metric, outputs, micro, metric)
-        is_first = not (dist.is_initialized() and dist.get_rank())
-        if found is not None and is_first and (found.has_constant_count or not found.adds_up):
-            warnings.warn(
-                f"the total of metric {name!r} {found}, and their counts are {found.counts[0]:g}, {found.counts[1]:g} "
-                f"and {found.counts[2]:g}: both must add up, or the metric depends on how its samples are divided into "
-                "batches and over ranks. Return evener.Sum(sum of the terms, their number), or use a torchmetrics "
-                "object",
-                stacklevel=2,
-            )
+    except TypeError:
+        return False
+    return is_new
+
+
+def _of_function(metric: Any, outputs: Tree, micro: MicroBatch) -> str:
+    """Describes, with a place for the name, what of a function does not add up. Returns "" if all does."""
+    found = trial_of(metric, outputs, micro, metric)
+    if found is None or (found.adds_up and not found.has_constant_count):
+        return ""
+    return (
+        f"total of metric {{name}} {found}, and their counts are {found.counts[0]:g}, {found.counts[1]:g} "
+        f"and {found.counts[2]:g}: both must add up, or the metric depends on how its samples are divided into "
+        "batches and over ranks. Return evener.Sum(sum of the terms, their number), or use a torchmetrics "
+        "object"
+    )
+
+
+def _of_states(source: Any, outputs: Tree, micro: MicroBatch) -> str:
+    """Describes, with a place for the name, another value of an object where two ranks merge their states, or a rank
+    alone has two batches. Returns "" if there is none, or that cannot be told."""
+    made: list[Accumulator] = []
+    merges = dist.is_initialized() and dist.get_world_size() > 1
+
+    def update(*given: Any) -> Sum:
+        made.append(made[1] if len(made) == 2 and not merges else accumulator_of(source))
+        made[-1].update(*given)
+        return Sum(0.0, 1.0)
+
+    with warnings.catch_warnings(), all_kept(*_devices(outputs)):
+        warnings.simplefilter("ignore")  # what it says of so few samples
+        found = trial_of(update, outputs, micro, source, first=1)
+        if found is None:
+            return ""
+        whole, merged, other, again = made
+        try:
+            if merges:
+                merged.merge([merged.state(), other.state()])
+            values, of_two, once_more = (_numbers(each.compute()) for each in (whole, merged, again))
+        except Exception:  # as in a trial
+            interrupt.check()
+            return ""
+    pairs = list(zip(values, of_two, strict=False))
+    if values != once_more or not all(map(math.isfinite, (*values, *of_two))):
+        return ""
+    far = [pair for pair in pairs if abs(pair[0] - pair[1]) > _CLOSE * max(map(abs, pair))]
+    if not far:
+        return ""
+    return (
+        f"metric {{name}} is {far[0][0]:g} for {sum(found.samples)} samples, and {far[0][1]:g} where one of them is "
+        "apart from the others: it depends on how its samples are divided into batches and over ranks. All that "
+        "update() collects must be in states of add_state, with sums, counts or rows of samples and their "
+        "dist_reduce_fx, and no means; or give a function that returns evener.Sum(sum of the terms, their number)"
+    )
+
+
+def _numbers(value: Any) -> list[float]:
+    return [float(leaf) for leaf in leaves_of(value)]
 
 
 def trial_of(
-    terms: Callable[[Tree, Tree], Sum], outputs: Tree, micro: MicroBatch, keeps: object
+    terms: Callable[[Tree, Tree], Sum],
+    outputs: Tree,
+    micro: MicroBatch,
+    keeps: object,
+    first: int | None = None,
 ) -> SumTrial | None:
     """Returns the terms of the first samples of a micro-batch, and of two parts of these. Returns None if samples
     cannot be told apart, or the terms cannot be computed from any samples, or are not the same each time.
 
     Args:
         keeps: The object whose state is restored.
+        first: The number of samples in the first part; half of them by default.
     """
     scope, samples = current(), len(micro.samples)
     is_main = threading.current_thread() is threading.main_thread()  # generators belong to all threads
@@ -190,18 +260,18 @@ def trial_of(
             found = terms(part(outputs), part(micro.targets))
             return float(found.total), float(found.count)
 
-    half = samples // 2
+    half = first or samples // 2
     with all_kept(*_devices(outputs)), unchanged(keeps):
         try:
-            whole, first, second, again = starmap(
+            whole, one, other, again = starmap(
                 terms_of, [(0, samples), (0, half), (half, samples), (0, samples)]
             )
         except Exception:  # of the user's code, which will say so itself where it cannot compute a batch
             interrupt.check()
             return None
-    if whole != again or not all(map(math.isfinite, (*whole, *first, *second))):
+    if whole != again or not all(map(math.isfinite, (*whole, *one, *other))):
         return None
-    totals, counts = zip(whole, first, second, strict=True)
+    totals, counts = zip(whole, one, other, strict=True)
     return SumTrial(totals, counts, (half, samples - half), _close(outputs))
 
 

@@ -22,6 +22,7 @@ from evener.components.loss_trial import try_metrics
 from evener.components.model_trial import forward_state_kept
 from evener.components.modes import modes_kept
 from evener.core.losses import Accumulator, metric
+from evener.core.plugins import kind_of
 from evener.core.records import EvaluationRecord
 from evener.core.task.validation import as_dataset, check_dataset
 from evener.core.types import Tree
@@ -98,6 +99,7 @@ def examine(
         batches: The number of batches to read, from the beginning; None for all.
 
     Raises:
+        ConfigurationError: If there are several ranks, and a metric has no state that they could merge.
         LossError: If ranks have padded a batch to different lengths, and a mean is over what is padded, too.
     """
     check_dataset(dataset, "the dataset")
@@ -303,7 +305,16 @@ def _accumulators(learner: Learner) -> dict[str, Accumulator]:
     loss: Mapping[str, Any] = {} if task.loss is None else {"loss": task.exact_loss()}
     exact = learner.settings.bits is not None
     sources = loss | dict(task.metrics)  # type: ignore[operator]
-    return {name: metric(source, exact) for name, source in sources.items()}
+    found = {name: metric(source, exact) for name, source in sources.items()}
+    alone = [name for name, each in found.items() if not each.can_merge]
+    if alone and learner.session.world_size > 1:
+        raise ConfigurationError(
+            f"metric {alone[0]!r} is {kind_of(sources[alone[0]])}, which has no state that ranks could merge: each "
+            "would have the value of its own samples. Derive its class from torchmetrics.Metric and keep all that "
+            "update() collects in states of add_state, or give a function (outputs, targets) -> evener.Sum(total, "
+            "count)"
+        )
+    return found
 
 
 def _named_values(values: Mapping[str, Any]) -> dict[str, float]:

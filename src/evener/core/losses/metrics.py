@@ -70,6 +70,8 @@ class Accumulator(ABC):
 
     is_over_elements: bool = False
     """As of a :class:`evener.Loss`."""
+    can_merge: bool = True
+    """False if it has no state that others could merge, so that each rank would have the value of its own samples."""
 
     @abstractmethod
     def update(self, outputs: Any, targets: Any) -> None:
@@ -198,6 +200,7 @@ class _TorchMetric(Accumulator):
             torchmetrics.keep_apart(collection)
         for part in self._parts():
             torchmetrics.keep_to_rank(part)
+        self.can_merge = any(torchmetrics.states(part) for part in self._parts())
         self.reset()
 
     def _parts(self) -> Iterator[Any]:
