@@ -349,11 +349,11 @@ def test_an_object_whose_states_do_not_merge_is_told_once(
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     torch.manual_seed(0)
-    metric, micro = make(), MicroBatch(torch.randn(6, 5), torch.arange(6) % 3, torch.arange(6), 1)
+    metric, micro = make(), MicroBatch(torch.randn(9, 5), torch.arange(9) % 3, torch.arange(9), 1)
     recwarn.clear()
     with scope(micro.samples, 1, 0):
         for _ in range(2):
-            try_metrics({"own": metric}, torch.randn(6, 3), micro)
+            try_metrics({"own": metric}, torch.randn(9, 3), micro)
     assert ["it depends on how its samples are divided" in str(each.message) for each in recwarn] == [
         True
     ] * told

@@ -40,6 +40,9 @@ from evener.torch_internals.dispatch import DispatchMode, active_fake_mode
 
 _MOST = 4
 """Number of samples that are tried."""
+_OF_STATES = range(8, 17)
+"""Numbers of samples with which an object with states is tried. The scores of fewer may all be between 0 and 1 by
+chance, and torchmetrics would take them for probabilities."""
 _CLOSE, _ROUNDINGS = 1e-3, 4
 """Relative difference that counts as none: at least the first, and so many roundings in the type of the outputs."""
 _tried = WeakSet[Any]()
@@ -152,9 +155,11 @@ def try_metrics(metrics: Mapping[str, Any], outputs: Tree, micro: MicroBatch) ->
         UserWarning: On the first rank, if one depends on how its samples are divided.
     """
     for name, metric in metrics.items():
-        if not micro.weight or len(micro.samples) < 2 or not _is_new(metric):
+        has_states = _has_states(metric)
+        least = _OF_STATES[0] if has_states else 2
+        if not micro.weight or len(micro.samples) < least or not _is_new(metric):
             continue
-        said = (_of_states if _has_states(metric) else _of_function)(metric, outputs, micro)
+        said = (_of_states if has_states else _of_function)(metric, outputs, micro)
         if said and not (dist.is_initialized() and dist.get_rank()):
             warnings.warn(f"the {said.format(name=repr(name))}", stacklevel=2)
 
@@ -190,8 +195,29 @@ def _of_function(metric: Any, outputs: Tree, micro: MicroBatch) -> str:
 
 
 def _of_states(source: Any, outputs: Tree, micro: MicroBatch) -> str:
-    """Describes, with a place for the name, another value of an object where two ranks merge their states, or a rank
-    alone has two batches. Returns "" if there is none, or that cannot be told."""
+    """Describes, with a place for the name, other values of an object where its samples are divided in either of two
+    ways. Returns "" if there are none, or that cannot be told."""
+    samples = min(len(micro.samples), _OF_STATES[-1])
+    few = samples * 3 // 8
+    with warnings.catch_warnings(), all_kept(*_devices(outputs)):
+        warnings.simplefilter("ignore")  # what it says of so few samples
+        moved = [_moved_value(source, outputs, micro, samples, first) for first in (few, samples - few)]
+    if None in moved or moved[0] is None:
+        return ""
+    whole, divided = moved[0]
+    return (
+        f"metric {{name}} is {whole:g} for {samples} samples, and {divided:g} where {few} of them are apart from the "
+        "others: it depends on how its samples are divided into batches and over ranks. All that update() collects "
+        "must be in states of add_state, with sums, counts or rows of samples and their dist_reduce_fx, and no means; "
+        "or give a function that returns evener.Sum(sum of the terms, their number)"
+    )
+
+
+def _moved_value(
+    source: Any, outputs: Tree, micro: MicroBatch, samples: int, first: int
+) -> tuple[float, float] | None:
+    """Returns the first number that is another one where two ranks merge their states, or a rank alone has two batches:
+    of all samples, and of the ``first`` and the others. Returns None if there is none, or that cannot be told."""
     made: list[Accumulator] = []
     merges = dist.is_initialized() and dist.get_world_size() > 1
 
@@ -200,31 +226,20 @@ def _of_states(source: Any, outputs: Tree, micro: MicroBatch) -> str:
         made[-1].update(*given)
         return Sum(0.0, 1.0)
 
-    with warnings.catch_warnings(), all_kept(*_devices(outputs)):
-        warnings.simplefilter("ignore")  # what it says of so few samples
-        found = trial_of(update, outputs, micro, source, first=1)
-        if found is None:
-            return ""
-        whole, merged, other, again = made
-        try:
-            if merges:
-                merged.merge([merged.state(), other.state()])
-            values, of_two, once_more = (_numbers(each.compute()) for each in (whole, merged, again))
-        except Exception:  # as in a trial
-            interrupt.check()
-            return ""
-    pairs = list(zip(values, of_two, strict=False))
-    if values != once_more or not all(map(math.isfinite, (*values, *of_two))):
-        return ""
-    far = [pair for pair in pairs if abs(pair[0] - pair[1]) > _CLOSE * max(map(abs, pair))]
-    if not far:
-        return ""
-    return (
-        f"metric {{name}} is {far[0][0]:g} for {sum(found.samples)} samples, and {far[0][1]:g} where one of them is "
-        "apart from the others: it depends on how its samples are divided into batches and over ranks. All that "
-        "update() collects must be in states of add_state, with sums, counts or rows of samples and their "
-        "dist_reduce_fx, and no means; or give a function that returns evener.Sum(sum of the terms, their number)"
-    )
+    if trial_of(update, outputs, micro, source, samples, first) is None:
+        return None
+    whole, merged, other, again = made
+    try:
+        if merges:
+            merged.merge([merged.state(), other.state()])
+        values, divided, once_more = (_numbers(each.compute()) for each in (whole, merged, again))
+    except Exception:  # as in a trial
+        interrupt.check()
+        return None
+    if values != once_more or not all(map(math.isfinite, (*values, *divided))):
+        return None
+    pairs = zip(values, divided, strict=False)
+    return next((pair for pair in pairs if abs(pair[0] - pair[1]) > _CLOSE * max(map(abs, pair))), None)
 
 
 def _numbers(value: Any) -> list[float]:
@@ -236,6 +251,7 @@ def trial_of(
     outputs: Tree,
     micro: MicroBatch,
     keeps: object,
+    most: int = _MOST,
     first: int | None = None,
 ) -> SumTrial | None:
     """Returns the terms of the first samples of a micro-batch, and of two parts of these. Returns None if samples
@@ -243,13 +259,14 @@ def trial_of(
 
     Args:
         keeps: The object whose state is restored.
+        most: The number of samples that are tried, if there are so many.
         first: The number of samples in the first part; half of them by default.
     """
     scope, samples = current(), len(micro.samples)
     is_main = threading.current_thread() is threading.main_thread()  # generators belong to all threads
     if scope is None or not is_main or not by_samples((outputs, micro.targets), samples) or _is_untold():
         return None
-    outputs, samples = map_leaves(detached, outputs), min(samples, _MOST)
+    outputs, samples = map_leaves(detached, outputs), min(samples, most)
 
     def terms_of(start: int, stop: int) -> tuple[float, float]:
         def part(tree: Tree) -> Tree:
