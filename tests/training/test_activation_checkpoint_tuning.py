@@ -113,6 +113,26 @@ def test_it_is_the_same_training(how: str, micro_batch: int | None) -> None:
     assert ("instead of" in said) == (told == [said]) == (how == BUDGET), (told, said)
 
 
+class Substituted(Tower):
+    """Calls its blocks with weights that it computes, which are there no longer when backward comes."""
+
+    def __init__(self) -> None:
+        super().__init__(Wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, scale = self.stem(x), torch.ones(())
+        for block in self.blocks:
+            weights = {name: weight * 1.1 for name, weight in block.named_parameters()}
+            x, scale = torch.func.functional_call(block, weights, (x,), {"scale": scale})
+        scores: Tensor = self.head(x)
+        return scores
+
+
+def test_weights_that_a_call_was_given_are_there_again() -> None:
+    error, _, _ = pair(lambda: tower(model=Substituted), "blocks", strategy="single")
+    assert error == 0
+
+
 class Words(nn.Module):
     """From words (N, T) to scores (N, 11, T), with tied weights."""
 

@@ -31,6 +31,9 @@ from evener.errors import ConfigurationError
 from evener.nn.fqn import clean_name
 from evener.nn.recompute_guard import RecomputedCall
 from evener.torch_internals.dispatch import active_fake_mode
+from evener.torch_internals.modules import own_parameters
+
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class Watch(Protocol):
@@ -63,7 +66,7 @@ class Recomputed:
         self.called = True
         if self.kept:
             return self._inner(*args, **kwargs)
-        call = _Call(self._buffers, self.watch)
+        call = _Call(self._block, self._buffers, self.watch)
         early = nullcontext() if self.watch is None else set_checkpoint_early_stop(False)
         with early:
             compute = partial(self._compute, call, kwargs)
@@ -92,8 +95,13 @@ def _copied(name: str, block: nn.Module, inner: Any, kept: bool) -> Recomputed:
 class _Call:
     """The state of one call of a block, kept until its backward."""
 
-    def __init__(self, buffers: WrittenBuffers, watch: Watch | None) -> None:
+    def __init__(self, block: nn.Module, buffers: WrittenBuffers, watch: Watch | None) -> None:
         self._buffers, self._watch = buffers, watch
+        self._weights: Weights = [
+            (held, name, weight)
+            for held in map(own_parameters, block.modules())
+            for name, weight in held.items()
+        ]
         self._segment, self._copies = RecomputedCall(), Copies()
         self.noted: Any = None
 
@@ -109,8 +117,32 @@ class _Call:
     @contextmanager
     def _again(self) -> Iterator[None]:
         seen = nullcontext() if self._watch is None else self._watch.again(self.noted)
-        with in_place_of(self._copies), self._segment.again(), seen:
+        with in_place_of(self._copies), _held_again(self._weights), self._segment.again(), seen:
             yield
+
+
+Weights = list[tuple[dict[str, Any], str, Any]]
+"""For each weight the dict of its module's weights, its key in it, and what was there."""
+
+
+@contextmanager
+def _held_again(weights: Weights) -> Iterator[None]:
+    """Puts the weights of a call in the place of others, as those of the module are after ``functional_call``.
+
+    It leaves those alone that FSDP2 divides, which are no plain tensors before they are gathered.
+    """
+    others = [
+        (held, name, weight, held[name])
+        for held, name, weight in weights
+        if held.get(name) is not weight and type(weight) in _PLAIN and type(held.get(name)) in _PLAIN
+    ]
+    try:
+        for held, name, weight, _ in others:
+            held[name] = weight
+        yield
+    finally:
+        for held, name, _, now in others:
+            held[name] = now
 
 
 class _Repeatedly:
