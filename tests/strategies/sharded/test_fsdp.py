@@ -384,6 +384,26 @@ def reading() -> Task:
     return task(ReadingOfOthers)
 
 
+def scaled(module: nn.Module, *given: Any) -> Any:
+    """Calls the module with other weights."""
+    weights = {name: weight * 1.5 for name, weight in module.named_parameters()}
+    return torch.func.functional_call(module, weights, given)
+
+
+class CallingWithOthers(Model):
+    def forward(self, words: Tensor) -> Tensor:
+        scores: Tensor = super().forward(words)
+        return scores + scaled(self.blocks[0], self.embed(words)).sum()
+
+
+def substituting() -> Task:
+    return task(CallingWithOthers)
+
+
+def substituting_all() -> Task:
+    return task(forward=scaled)
+
+
 def sparse() -> Task:
     return task(lambda: nn.Embedding(WORDS, WORDS, sparse=True))
 
@@ -456,6 +476,13 @@ def refused(name: str, settings: dict[str, Any]) -> tuple[type[BaseException], s
             "forward, line .* of test_fsdp.py, computes with the weight of a unit outside of .* @ weight.t.*'wrap'",
         ),
         (
+            "substituting",
+            {},
+            TaskError,
+            "blocks.0 is called with another tensor in the place of its weight blocks.0.*an empty text",
+        ),
+        ("substituting_all", {}, TaskError, "the model is called with another tensor .* itself: use zero=2"),
+        (
             "choosing_by_rank",
             {},
             TaskError,
@@ -477,9 +504,10 @@ def test_what_cannot_be_sharded_is_refused(
         assert re.search(words, message), message
 
 
-def test_a_weight_that_others_read_may_be_in_the_models_own_unit(ranks: Any) -> None:
+@pytest.mark.parametrize("name", ["reading", "substituting"])
+def test_a_weight_that_others_read_may_be_in_the_models_own_unit(ranks: Any, name: str) -> None:
     """As what refuses it says."""
-    compare(ranks, 2, "reading", strategy=Fsdp(wrap=""), steps=2)
+    compare(ranks, 2, name, strategy=Fsdp(wrap=""), steps=2)
 
 
 @pytest.mark.parametrize("strategy", [Fsdp(wrap=""), Fsdp(wrap="first")], ids=str)

@@ -56,7 +56,7 @@ from evener.strategies.sharded.fsdp_needs import (
     to_host,
 )
 from evener.strategies.sharded.ownership import chunks
-from evener.strategies.sharded.sharded_reads import reads_explained
+from evener.strategies.sharded.sharded_reads import reads_explained, refuse_substitutes
 from evener.strategies.sharded.units import (
     Place,
     divided_places,
@@ -238,6 +238,7 @@ class FsdpSum(PostBackwardSum):
         for name, unit in self._units.items():
             places = list(divided_places(unit, self._learner.names))
             self._owned.append([held[key] for held, key, _ in places])
+            self._handles += refuse_substitutes(name, unit, places)
             self._handles.append(unit.register_forward_pre_hook(partial(self._note_uses, name, places)))
             self._handles += refuse_writes(unit, partial(_whole, places), self._learner.name)
             if not fills_unused(unit):
