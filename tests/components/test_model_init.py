@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from evener.components.model_init import build_model, build_on_meta, settle_on
+from evener.components.model_init import build_model, build_on_meta, holds_the_same, settle_on
 from evener.core.config.run_config import RunConfig
 from evener.data.batch import Batch
 from evener.distributed.environment import Environment
@@ -44,6 +45,34 @@ def test_a_model_that_computes_with_numbers_is_built_for_real() -> None:
     built = build_on_meta(tasks.plain(), 0)
     assert built is not None
     assert {p.device for p in built.parameters()} == {torch.device("meta")}
+
+
+def orthogonal() -> nn.Module:
+    """A buffer of the parametrization stays None on the meta device, where no error says so."""
+    return nn.Sequential(nn.Linear(6, 6), nn.utils.parametrizations.orthogonal(nn.Linear(6, 3)))
+
+
+def test_a_model_that_comes_out_otherwise_on_meta_is_found() -> None:
+    task = tasks._task(model=orthogonal)
+    on_meta = build_on_meta(task, 0)
+    assert on_meta is not None
+    assert not holds_the_same(on_meta, build_model(task, 0))
+    again = build_on_meta(tasks.plain(), 0)
+    assert again is not None
+    assert holds_the_same(again, build_model(tasks.plain(), 0))
+
+
+def orthogonal_task() -> tasks.Task:
+    return tasks._task(model=orthogonal)
+
+
+def last_loss(strategy: str) -> float:
+    with Engine(orthogonal_task(), device="cpu", dtype="float64", strategy=strategy, steps=2) as engine:
+        return [engine.step(batch).loss for batch in engine.batches()][-1]
+
+
+def test_it_is_divided_as_it_comes_out_on_the_first_rank(ranks: Any) -> None:
+    assert ranks(2).run(last_loss, "sharded") == pytest.approx([last_loss("single")] * 2, rel=1e-11)
 
 
 class Spectral(nn.Module):

@@ -7,8 +7,8 @@ tensor at a time, and each rank keeps its part. So no rank but 0 ever needs memo
     others   task.model() on meta ─▶ parallelize ──────┴────────────────────▶ their parts
 
 A model to divide is built on PyTorch's meta device, where tensors have shapes but no values. A model that computes with
-values in its constructor, or holds tensors that are neither parameters nor buffers, cannot be built there. It is built
-on the CPU.
+values in its constructor, or holds tensors that are neither parameters nor buffers, cannot be built there. Nor can one
+that comes out otherwise there than on rank 0. It is built on the CPU.
 """
 
 from __future__ import annotations
@@ -94,6 +94,18 @@ def named_tensors(model: nn.Module, clean: bool = True) -> dict[str, Tensor]:
         model.named_buffers(remove_duplicate=False)
     )
     return {clean_name(name) if clean else name: tensor for name, tensor in found.items()}
+
+
+def holds_the_same(model: nn.Module, other: nn.Module) -> bool:
+    """Returns True if both models hold tensors of the same names, shapes and types.
+
+    One on the meta device may lack some of another: ``orthogonal`` of torch passes over what cannot be computed there.
+    """
+    held, others = named_tensors(model), named_tensors(other)
+    return held.keys() == others.keys() and all(
+        (tensor.shape, tensor.dtype) == (others[name].shape, others[name].dtype)
+        for name, tensor in held.items()
+    )
 
 
 def settle_on(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:

@@ -344,11 +344,14 @@ def _build(
     None)."""
     if is_filled:
         return model.build_model(task, settings.seed), None
-    on_meta = model.build_on_meta(task, settings.seed) if strategy.divides_model else None
-    if on_meta is None:
-        built = model.build_model(task, settings.seed)
-        return built, model.build_model(task, settings.seed) if strategy.divides_model else None
-    return on_meta, model.build_model(task, settings.seed) if session.rank == 0 else None
+    if not strategy.divides_model:
+        return model.build_model(task, settings.seed), None
+    on_meta = model.build_on_meta(task, settings.seed)
+    source = model.build_model(task, settings.seed) if session.rank == 0 else None
+    serves = on_meta is not None and (source is None or model.holds_the_same(on_meta, source))
+    if all(session.control.gather_objects(serves)) and on_meta is not None:
+        return on_meta, source
+    return model.build_model(task, settings.seed), source
 
 
 def _draw_apart(seed: int, mesh: Mesh, differ: bool) -> None:
