@@ -256,9 +256,29 @@ class Mixture(nn.Module):
         return scores
 
 
+class Following(nn.Linear):
+    """The second layer follows the first, as a teacher does."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, CLASSES)
+        self.slow = nn.Linear(FEATURES, CLASSES).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.slow.weight.lerp_(self.weight, 0.1)
+        scores: Tensor = super().forward(x) + self.slow(x)
+        return scores
+
+
+def test_one_device_may_write_to_weights() -> None:
+    assert len(trained(task_of(model=Following), DataParallel("cpu:0"))) == 4
+
+
 @pytest.mark.parametrize(
     ("parts", "kind", "words"),
     [
+        ({"model": Following}, TaskError, "writes to its weight slow.weight in forward"),
         ({"collate": collated}, TaskError, r"inputs\['n'\] is of type int"),
         ({"model": lambda: Uncopied(FEATURES, CLASSES)}, TaskError, "cannot be copied to cpu:1 .*no copies"),
         ({"model": Mixture}, ConfigurationError, "asks for the ranks that compute the other parts"),

@@ -64,7 +64,7 @@ from evener.strategies.single_process.parallel_apply import (
     ReplicaThreads,
     ThreadBarrier,
 )
-from evener.strategies.single_process.replicate import add_gradients, copied, follow, take_buffers
+from evener.strategies.single_process.replicate import add_gradients, copied, follow, no_writes, take_buffers
 from evener.strategies.single_process.scatter_gather import (
     UncutError,
     UnjoinableError,
@@ -289,7 +289,7 @@ class DeviceReplicas(Stepper):
             watch.start()
             for part in parts:
                 with self._computing(place, part, step) as (micro, scope):
-                    with named_range("forward on device", place):
+                    with named_range("forward on device", place), no_writes(replica, len(self._devices)):
                         term = replica(micro)
                     totals.append(term.detach())
                     scope.rewind()

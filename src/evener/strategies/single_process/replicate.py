@@ -7,17 +7,20 @@ buffers of its own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 
 import torch
 from torch import Tensor, nn
 
 from evener.components.checks.param_hooks import COPIED, refuse_hooks
+from evener.components.model_with_loss import Replica
 from evener.core.half_precision import widened
 from evener.errors import TaskError
 from evener.hardware import async_copy
 from evener.strategies.single_process.devices import same
+from evener.torch_internals.autograd import version
 from evener.torch_internals.modules import own_buffers
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -61,6 +64,25 @@ def follow(model: nn.Module, other: nn.Module) -> None:
     take_buffers(model, other)
     for module, its in zip(model.modules(), other.modules(), strict=True):
         vars(its).update({key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)})
+
+
+@contextmanager
+def no_writes(replica: Replica, devices: int) -> Iterator[None]:
+    """Refuses a forward pass that writes to the weights of one of several replicas, as for a copy that follows them.
+
+    Raises:
+        TaskError: If a weight was written to.
+    """
+    weights = replica.model.named_parameters() if devices > 1 else ()
+    before = [(name, weight, version(weight)) for name, weight in weights]
+    yield
+    for name, weight, seen in before:
+        if version(weight) != seen:
+            raise TaskError(
+                f"the model writes to its weight {name} in forward, and with strategy 'data_parallel' each device "
+                "would write to it, or to a copy that is lost. Write to weights after an update, by the optimizer's "
+                "register_step_post_hook, or use strategy 'ddp'"
+            )
 
 
 @torch.no_grad()
