@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from evener.distributed.shm import futex
 from evener.distributed.shm import slots as slots_module
+from evener.distributed.shm.segment import Segment
 from evener.distributed.shm.slots import ENTERED, REDUCED, Slots
 from evener.distributed.shm.spin_wait import SpinWait
 
@@ -115,3 +116,14 @@ def test_the_while_grows_with_every_long_one_in_a_row_and_is_forgotten_in_quiet(
     crowd.gave_way(now + 2.0, 1e-6)
     crowd.gave_way(now + 2.0, 3e-3)
     assert crowd.may_give_way(now + 2.3)
+
+
+def test_data_may_be_of_any_length() -> None:
+    """As an odd number of gradients in bfloat16 is."""
+    segment = Segment.create(6, rank=0)
+    segment.counter(1)[0] = 7
+    segment.view(torch.bfloat16, 0, 3).fill_(2)
+    again = Segment.open(segment.owner)
+    segment.hide()
+    assert again.counter(1)[0] == 7
+    assert again.view(torch.bfloat16, 0, 3).tolist() == [2, 2, 2]

@@ -47,7 +47,7 @@ class Segment:
         self.owner = announcement
         self.process = process
         self._map = mmap.mmap(fd, HEADER_NBYTES + announcement.nbytes)
-        self._words = memoryview(self._map).cast("Q")
+        self._words = memoryview(self._map)[:HEADER_NBYTES].cast("Q")  # data may be of any length
 
     @classmethod
     def create(cls, nbytes: int, rank: int) -> Segment:
