@@ -41,7 +41,7 @@ from tests.strategies.sharding import (  # noqa: F401 (some as tasks of this mod
     recurrent,
     task,
 )
-from tests.tasks import no_gradients  # noqa: F401
+from tests.tasks import layouts, no_gradients  # noqa: F401
 from tests.tiers import ALWAYS, NIGHTLY, SLOW, spread
 
 FSDP = Fsdp()
@@ -72,6 +72,7 @@ def compare(ranks: Any, number: int, name: str, **settings: Any) -> None:
         ("penalised", {"balance": "5,1,2", "clip_norm": 0.2}),
         ("recomputed", {"balance": "5,1,2"}),
         ("no_gradients", {}),
+        ("layouts", {"strategy": Fsdp(wrap="")}),
         pytest.param("recurrent", {"strategy": Fsdp(wrap="layers"), "balance": "5,1,2"}, marks=NIGHTLY),
     ],
     ids=str,
