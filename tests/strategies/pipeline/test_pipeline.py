@@ -210,6 +210,21 @@ def branching() -> Task:
     return _task(model=Branching)
 
 
+class Bare(nn.Module):
+    """Weights without modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def bare() -> Task:
+    return _task(model=Bare)
+
+
 class Counting(Branching):
     def forward(self, x: Tensor) -> Tensor:
         self.calls = getattr(self, "calls", 0) + 1
@@ -277,6 +292,7 @@ def refused(name: str, options: dict[str, Any]) -> tuple[type[BaseException], st
     ("name", "options", "kind", "words"),
     [
         ("branching", {}, ConfigurationError, r"Branching calls 1 modules one after the other"),
+        ("bare", {}, ConfigurationError, "Bare calls 0 modules one after the other"),
         ("counting", {}, TaskError, "Counting.forward changes its attribute 'calls'"),
         ("drawing", {}, TaskError, "the code around the blocks draws random numbers"),
         (

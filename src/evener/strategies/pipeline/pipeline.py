@@ -134,7 +134,7 @@ class Pipeline(Strategy):
     ) -> str:
         layers, ranks = layers_of(graph), learner.mesh.degree(AXIS)
         speeds, seconds, crossing = [1.0] * ranks, [1.0] * len(layers), [0.0] * (len(layers) - 1)
-        if self.balance == "time":
+        if self.balance == "time" and layers:
             rows = measured(model, graph, example, learner)
             seconds, speeds = seconds_and_speeds(rows, learner, AXIS)
             each = seconds_per_byte(learner, AXIS)
