@@ -286,10 +286,10 @@ class ReplicaCheck:
         if self._remedy is None:
             raise DivergenceError(
                 f"after step {step - 1} ranks that must hold the same do not: {difference}. They were last seen "
-                f"equal after {self._last_step} steps. What can do it: memory or a device at fault, devices that round "
-                "otherwise, code that treats ranks differently, random numbers drawn in a model outside of evener.nn. "
-                "Go on from the last checkpoint, or set on_replica_mismatch to give them the state of the majority or "
-                "of rank 0"
+                f"equal after {self._last_step} steps. What can do it: a weight that the model writes in forward (a "
+                "buffer would be shared), memory or a device at fault, devices that round otherwise, code that treats "
+                "ranks differently, random numbers drawn in a model outside of evener.nn. Go on from the last "
+                "checkpoint, or set on_replica_mismatch to give them the state of the majority or of rank 0"
             )
         strange = self._give(difference, step - self._last_step)
         if self._apart_by_kind:
