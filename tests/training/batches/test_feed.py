@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, get_worker_info
 from evener.core.config.run_config import RunConfig
 from evener.data.loader import Loader
 from evener.training.batches import feed
+from evener.training.batches.progress import Progress
 from evener.training.engine import Engine
 from evener.training.fit import fit
 from evener.training.step.step import Step
@@ -115,3 +116,23 @@ def test_the_summary_has_the_workers_of_each_rank() -> None:
     task = tasks.replace(tasks.plain(), evaluate=None)
     run = fit(task, processes=1, device="cpu", workers=1, batch_size=6, steps=2, show=False)
     assert run.summary.workers == [1]
+
+
+@pytest.mark.parametrize(("sync_every", "rounds"), [(1, 10), (3, 5), (4, 3), (100, 3)])
+@pytest.mark.parametrize("strategy", ["local_sgd", "asynchronous"])
+def test_steps_are_batches_also_where_an_epoch_ends_a_round(
+    strategy: str, sync_every: int, rounds: int
+) -> None:
+    """An epoch has four batches: of ten, eight are two epochs."""
+    settings: dict[str, Any] = {"strategy": strategy, "strategy_option": (f"sync_every={sync_every}",)}
+    with Engine(tasks.plain(), device="cpu", steps=10, **settings) as engine:
+        taken = sum(1 for batch in engine.batches() if engine.step(batch))
+        assert taken == engine.total_steps == rounds
+
+
+def test_steps_are_batches_also_after_a_section_that_ended_early() -> None:
+    """Two batches of the second epoch are left of it in one section, and two of the third are in the last."""
+    settings: dict[str, Any] = {"strategy": "asynchronous", "strategy_option": ("sync_every=3",)}
+    with Engine(tasks.plain(), device="cpu", steps=10, **settings) as engine:
+        engine.feed._shortened = Progress(epoch=1, position=26, steps=3)
+        assert engine.feed.last_step == 5

@@ -94,17 +94,18 @@ class BatchFeed:
     @property
     def last_step(self) -> int | None:
         """Number of steps after which the run ends, if the settings say so. In local steps, the number of rounds."""
-        rounds, steps = self._learner.rounds, self._config.steps
+        rounds, steps, size = self._learner.rounds, self._config.steps, self._reading.size
         if rounds is None or steps is None:
             return steps
-        if self._shortened is None or self._reading.size is None:
+        if size is None:
             return rounds.count(steps)
-        left, position = steps * self._batch_size - self._shortened.samples, self._shortened.position
-        number = self._shortened.steps
-        while left > 0:
-            taken = min(rounds.size, self._reading.size - position)
-            left, position, number = left - taken, (position + taken) % self._reading.size, number + 1
-        return number
+        number, of_epoch = 0, math.ceil(size / self._batch_size)
+        if (start := self._shortened) is not None:
+            steps -= start.epoch * of_epoch
+            left = min(steps * self._batch_size, size) - start.position
+            number, steps = start.steps + max(0, math.ceil(left / rounds.size)), max(0, steps - of_epoch)
+        epochs, rest = divmod(steps, of_epoch)
+        return number + epochs * math.ceil(size / rounds.size) + math.ceil(rest / rounds.batches)
 
     @cached_property
     def total_steps(self) -> int | None:
