@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from functools import partialmethod
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -134,5 +135,23 @@ def test_steps_are_batches_also_after_a_section_that_ended_early() -> None:
     """Two batches of the second epoch are left of it in one section, and two of the third are in the last."""
     settings: dict[str, Any] = {"strategy": "asynchronous", "strategy_option": ("sync_every=3",)}
     with Engine(tasks.plain(), device="cpu", steps=10, **settings) as engine:
-        engine.feed._shortened = Progress(epoch=1, position=26, steps=3)
+        engine.feed._start = Progress(epoch=1, position=26, steps=3)
         assert engine.feed.last_step == 5
+
+
+def further_steps(directory: Path, steps: int, **settings: Any) -> tuple[int, int]:
+    """The steps and samples of a run that goes on from a checkpoint, if there is one, up to ``steps`` batches."""
+    with Engine(tasks.plain(), device="cpu", steps=steps, **settings) as engine:
+        if directory.exists():
+            engine.load(directory)
+        taken = sum(1 for batch in engine.batches() if engine.step(batch))
+        engine.save(directory)
+        return taken, engine.samples_done
+
+
+def test_a_run_goes_on_with_rounds_of_another_length(tmp_path: Path) -> None:
+    """Each leg ends with an epoch of four batches of 47 samples, but for the last."""
+    local = {"strategy": "local_sgd"}
+    assert further_steps(tmp_path / "run", 8, strategy="single") == (8, 94)
+    assert further_steps(tmp_path / "run", 12, **local, strategy_option=("sync_every=2",)) == (2, 141)
+    assert further_steps(tmp_path / "run", 18, **local, strategy_option=("sync_every=3",)) == (3, 227)

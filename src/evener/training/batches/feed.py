@@ -86,8 +86,9 @@ class BatchFeed:
         self._pieces, self._events = PieceSizes(), list[MemoryRecord | Note]()
         self.first_step = 0
         """Number of steps that were taken before this run."""
-        self._shortened: Progress | None = None
-        """The progress at the start, if it is in the middle of a section that a signal has ended early."""
+        self._start: Progress | None = None
+        """The progress at the start, of which a step may have been another number of batches: with another
+        ``sync_every``, with another strategy, or in a section that a signal has ended early."""
         self.input_seconds = 0.0
         """Seconds that this rank waited for the last batch."""
 
@@ -100,7 +101,7 @@ class BatchFeed:
         if size is None:
             return rounds.count(steps)
         number, of_epoch = 0, math.ceil(size / self._batch_size)
-        if (start := self._shortened) is not None:
+        if (start := self._start) is not None:
             steps -= start.epoch * of_epoch
             left = min(steps * self._batch_size, size) - start.position
             number, steps = start.steps + max(0, math.ceil(left / rounds.size)), max(0, steps - of_epoch)
@@ -143,8 +144,7 @@ class BatchFeed:
         if self._prepared is not None and self._prepared[0] == place:
             return self._prepared[1]
         config, reading = self._config, self._reading
-        if isinstance(self._learner.rounds, Sections) and progress.position % self._size:
-            self._shortened = copy(progress)
+        self._start = copy(progress)
         loader = Loader(
             reading.dataset,
             reading.shuffled(config.seed),
