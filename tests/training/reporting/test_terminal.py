@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import io
+import json
 import os
 import pty
 import re
@@ -106,6 +107,26 @@ def test_a_live_line_is_rewritten_and_evaluations_stay(clock: Clock) -> None:
     assert "train loss 0.5000, 40 samples/s" in text
     assert "\r" in text
     assert "epoch 1: train loss 0.5000, lr 0.1; evaluation: loss 0.5000, accuracy 0.7500\n" in text
+
+
+def test_the_line_of_an_epoch_tells_of_its_steps_before_the_run_resumed_too() -> None:
+    before = following(4, io.StringIO())
+    for number in range(3):
+        before.step(step(number, loss=1.0))
+    resumed = following(4, io.StringIO(), done=3)
+    resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    resumed.step(step(3, loss=2.0))
+    resumed.evaluation(EvaluationRecord(4, 0, {"loss": 0.5}, samples=9, seconds=0.1))
+    assert "epoch 1: train loss 1.2500, lr 0.1;" in resumed._stream.getvalue()
+
+
+def test_an_epoch_whose_steps_were_all_taken_before_has_their_learning_rate() -> None:
+    before = following(4, io.StringIO())
+    before.step(step(3))
+    resumed = following(4, io.StringIO(), done=4)
+    resumed.load_state_dict(before.state_dict())
+    resumed.evaluation(EvaluationRecord(4, 0, {"loss": 0.5}, samples=9, seconds=0.1))
+    assert "epoch 1: train loss 0.2500, lr 0.1;" in resumed._stream.getvalue()
 
 
 def test_without_a_terminal_there_are_whole_lines_now_and_then(clock: Clock) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -147,6 +148,13 @@ class Terminal(Observer):
         if watchdog is not None:
             watchdog.show(line)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the line at the end of an epoch says of its steps, for a run that resumes within the epoch."""
+        return {"loss": [self._losses.total, self._losses.weight], "lr": self._lr}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._losses, self._lr = _Mean(*state["loss"]), state["lr"]
+
     def end(self, summary: RunSummary | None) -> None:
         self._hear_of_waits(None)
         self._ranks.close()
@@ -220,11 +228,12 @@ def _steps_text(run: RunStart) -> str:
     return f", {counted(run.total_steps, 'step')}" if run.total_steps else ""
 
 
+@dataclass
 class _Mean:
     """A weighted mean."""
 
-    def __init__(self) -> None:
-        self.total = self.weight = 0.0
+    total: float = 0.0
+    weight: float = 0.0
 
     def add(self, value: float, weight: float) -> None:
         """Adds one value."""
