@@ -9,6 +9,7 @@ from evener.distributed.environment import (
     default_processes,
     detect,
     first_host,
+    refuse_mpi,
     tasks_per_node,
     usable_cores,
 )
@@ -37,6 +38,20 @@ SLURM = {
 def test_a_process_without_a_launcher_is_alone() -> None:
     place = detect({})
     assert (place.rank, place.world_size, place.local_rank, place.launcher) == (0, 1, 0, "single")
+
+
+def test_one_of_several_processes_of_mpi_is_no_process_without_a_launcher() -> None:
+    mpi = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}
+    with pytest.raises(ConfigurationError, match=r"one of 4 processes .* unset OMPI_COMM_WORLD_SIZE, for"):
+        refuse_mpi(mpi)
+    refuse_mpi({"OMPI_COMM_WORLD_SIZE": "1"})
+    refuse_mpi(mpi | TORCHRUN)
+    refuse_mpi({"PMI_SIZE": "7"} | SLURM)
+
+
+def test_a_port_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="MASTER_PORT is 99999; a port is a number from 1 to 65535"):
+        detect(TORCHRUN | {"MASTER_PORT": "99999"})
 
 
 def test_torchrun_variables_are_read() -> None:

@@ -163,6 +163,12 @@ def test_ranks_without_a_meeting_place_are_refused() -> None:
         pass
 
 
+def test_a_process_of_mpi_does_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match="would train alone"), Session(device="cpu"):
+        pass
+
+
 def sums_in_the_patient_group() -> tuple[list[float], int]:
     before = set(distributed_c10d._world.pg_map)
     with Session(device="cpu", timeout_seconds=30) as session:

@@ -37,6 +37,10 @@ SHARED_CORES = "EVENER__SHARED_CORES"
 RANKS_PER_CARD = "EVENER__RANKS_PER_CARD"
 """Environment variable with the number of ranks per accelerator, to test several ranks on one card; 1 by default."""
 
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "HOROVOD_SIZE")
+"""Variables with the number of processes that ``mpirun`` (Open MPI, MPICH, Intel MPI, MVAPICH) or ``horovodrun`` has
+started."""
+
 _PORT_BASE, _PORT_SPAN = 15000, 20000
 
 
@@ -71,6 +75,8 @@ class Environment:
                 f"node {self.node}; "
                 "unset them to run as one process, or start all ranks with one launcher"
             )
+        if self.master_port is not None and not 0 < self.master_port < 1 << 16:
+            raise ConfigurationError(f"MASTER_PORT is {self.master_port}; a port is a number from 1 to 65535")
 
     @property
     def is_on_one_machine(self) -> bool:
@@ -91,6 +97,19 @@ class Environment:
         }
         return {name: str(value) for name, value in values.items() if value is not None}
 
+    def store_address(self) -> tuple[str, int]:
+        """Returns the host and port of the store.
+
+        Raises:
+            ConfigurationError: If the launcher has not set them.
+        """
+        if self.master_addr is None or self.master_port is None:
+            raise ConfigurationError(
+                f"rank {self.rank} of {self.world_size} does not know where to meet the others: MASTER_ADDR and "
+                "MASTER_PORT are not set; start the ranks with evener, torchrun or srun"
+            )
+        return self.master_addr, self.master_port
+
 
 def detect(variables: Mapping[str, str] | None = None) -> Environment:
     """Reads torchrun's variables, or else SLURM's. Without either, returns the environment of a single rank.
@@ -107,6 +126,28 @@ def detect(variables: Mapping[str, str] | None = None) -> Environment:
     if _is_slurm_task(variables):
         return _from_slurm(variables)
     return Environment(host=socket.gethostname())
+
+
+def refuse_mpi(variables: Mapping[str, str] | None = None) -> None:
+    """Checks that a process which is no rank is not one of several that MPI or Horovod has started.
+
+    Their variables do not say where ranks meet. Each process would take itself for the only one, and train alone.
+
+    Args:
+        variables: The variables to read; those of the process by default.
+
+    Raises:
+        ConfigurationError: If it is one of several.
+    """
+    variables = os.environ if variables is None else variables
+    found = [name for name in MPI_SIZES if variables.get(name, "1") != "1"]
+    if found and detect(variables).launcher == "single":
+        raise ConfigurationError(
+            f"this is one of {variables[found[0]]} processes of mpirun or horovodrun ({found[0]}), and each of them "
+            "would train alone: start the ranks with `evener run`, torchrun or srun, or set RANK, WORLD_SIZE, "
+            "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process; or unset "
+            f"{' and '.join(found)}, for independent trainings"
+        )
 
 
 def usable_cores() -> int:

@@ -36,6 +36,7 @@ from evener.distributed.environment import (
     detect,
     kind_taken,
     ranks_per_card,
+    refuse_mpi,
     usable_cores,
 )
 from evener.distributed.failure import is_communication_error
@@ -65,12 +66,13 @@ def open_store(environment: Environment, timeout_seconds: float) -> Store:
     """Opens the store of the run, which the launching agent hosts, or else rank 0.
 
     Raises:
-        ConfigurationError: If the launcher has not set the store's address.
+        ConfigurationError: If the launcher has not set the store's address, or is MPI.
         RankTimeoutError: If the store cannot be reached in time.
     """
     if environment.world_size == 1:
+        refuse_mpi()
         return HashStore()
-    address, port = _master(environment)
+    address, port = environment.store_address()
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     keeps = environment.rank == 0 and not has_agent
     try:
@@ -113,10 +115,9 @@ def rejoin(start: Start) -> None:
 
 def _start_watchdog(rank: int, world_size: int, store: Store, timeout_seconds: float) -> Watchdog:
     """Starts a watchdog and makes it the current one of this process."""
-    run_dir = os.environ.get(RUN_DIR)
-    watchdog = Watchdog(
-        rank, world_size, store, timeout_seconds, None if run_dir is None else Path(run_dir)
-    ).start()
+    place = os.environ.get(RUN_DIR)
+    run_dir = None if place is None else Path(place)
+    watchdog = Watchdog(rank, world_size, store, timeout_seconds, run_dir).start()
     process_watchdogs.append(watchdog)
     return watchdog
 
@@ -388,13 +389,3 @@ def _prepare_nccl(environment: Environment) -> None:
 def _destroy_group() -> None:
     gc.collect()
     destroy(None)
-
-
-def _master(environment: Environment) -> tuple[str, int]:
-    address, port = environment.master_addr, environment.master_port
-    if address is None or port is None:
-        raise ConfigurationError(
-            f"rank {environment.rank} of {environment.world_size} does not know where to meet the others: "
-            "MASTER_ADDR and MASTER_PORT are not set; start the ranks with evener, torchrun or srun"
-        )
-    return address, port

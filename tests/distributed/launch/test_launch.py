@@ -231,6 +231,12 @@ def test_what_cannot_be_sent_or_started_is_refused() -> None:
         launch(3, processes=2)  # type: ignore[arg-type]
 
 
+def test_each_process_of_mpi_starts_no_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_SIZE", "2")
+    with pytest.raises(ConfigurationError, match="would train alone"):
+        launch(print, processes=2)
+
+
 def test_a_killed_worker_leaves_no_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the path is too long for a socket, as that of a test's own directory may be."""
     place = tempfile.mkdtemp(prefix="e-")

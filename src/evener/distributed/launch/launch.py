@@ -29,6 +29,7 @@ from evener.distributed.environment import (
     default_processes,
     detect,
     kind_taken,
+    refuse_mpi,
 )
 from evener.distributed.file_descriptors import make_room
 from evener.distributed.launch.agent import Agent
@@ -142,14 +143,17 @@ def run_job(
         terms: What must be equal on machines that join later.
 
     Raises:
-        ConfigurationError: If the job cannot be sent to the ranks, or the limit of open files is too low.
+        ConfigurationError: If the job cannot be sent to the ranks, the limit of open files is too low, or MPI has
+            started this process beside others.
         EvenerError: The failure that ended the run.
     """
+    met = rendezvous or Rendezvous()
+    if met.is_standalone:
+        refuse_mpi()
     make_room(processes.start)
     _write_job(job, run_dir)
     (run_dir / "path.json").write_text(json.dumps(path))
     arguments = [*interpreter.flags(), "-u", "-c", BOOTSTRAP, str(run_dir)]
-    met = rendezvous or Rendezvous()
     variables = _variables(run_dir, processes.start, met)
     agent = Agent(arguments, processes, met, run_dir, variables, job.timeout_seconds, grace_seconds, terms)
     agent.run_to_end()
