@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
 from evener.distributed.launch import scratch_dir as scratch
+from evener.errors import StorageError
 
 
 def left(home: Path, name: str = "evener-run-left", mode: int = 0o700) -> Path:
@@ -102,3 +105,19 @@ def test_what_others_may_have_filled_is_not_looked_into(
 def test_nobody_else_may_enter_the_directory_of_a_launcher() -> None:
     with scratch.scratch() as path:
         assert path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_full_directory_of_temporary_files_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Path, "write_text", full)
+    with (
+        pytest.raises(StorageError, match="which TMPDIR names, cannot be written: No space left"),
+        scratch.scratch(),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())

@@ -35,8 +35,8 @@ from evener.distributed.file_descriptors import make_room
 from evener.distributed.launch.agent import Agent
 from evener.distributed.launch.process_count import Headcount
 from evener.distributed.launch.rendezvous import Rendezvous
-from evener.distributed.launch.scratch_dir import scratch
-from evener.distributed.launch.worker import BOOTSTRAP, UNWRITTEN, Job, RankCall, result_of
+from evener.distributed.launch.scratch_dir import UNWRITTEN, scratch
+from evener.distributed.launch.worker import BOOTSTRAP, Job, RankCall, result_of
 from evener.distributed.recovery.replacement import ALLOWED
 from evener.distributed.session import RUN_DIR, threads_per_rank
 from evener.distributed.signals import GRACE_SECONDS
@@ -151,8 +151,7 @@ def run_job(
     if met.is_standalone:
         refuse_mpi()
     make_room(processes.start)
-    _write_job(job, run_dir)
-    (run_dir / "path.json").write_text(json.dumps(path))
+    _write_job(job, path, run_dir)
     arguments = [*interpreter.flags(), "-u", "-c", BOOTSTRAP, str(run_dir)]
     variables = _variables(run_dir, processes.start, met)
     agent = Agent(arguments, processes, met, run_dir, variables, job.timeout_seconds, grace_seconds, terms)
@@ -160,7 +159,7 @@ def run_job(
     return agent.ranks
 
 
-def _write_job(job: Job, run_dir: Path) -> None:
+def _write_job(job: Job, path: list[str], run_dir: Path) -> None:
     try:
         sent = cloudpickle.dumps(job)
     except Exception as error:
@@ -170,6 +169,7 @@ def _write_job(job: Job, run_dir: Path) -> None:
         ) from error
     with storage_errors(UNWRITTEN):
         (run_dir / "job").write_bytes(sent)
+        (run_dir / "path.json").write_text(json.dumps(path))
 
 
 def _variables(run_dir: Path, processes: int, met: Rendezvous) -> Mapping[str, str]:

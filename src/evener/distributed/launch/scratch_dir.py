@@ -15,10 +15,13 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from evener.core.os_errors import storage_errors
 from evener.files import read_json
+
+UNWRITTEN = "the launcher's directory among the temporary files, which TMPDIR names, cannot be written"
 
 _PREFIX = "evener-run-"
 _OWNER = "owner"
@@ -27,11 +30,18 @@ _LONGEST = 4096
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Creates a directory for the block, after removing those of dead launchers."""
+    """Creates a directory for the block, after removing those of dead launchers.
+
+    Raises:
+        StorageError: If it cannot be made or written.
+    """
     clear(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
-        (Path(name) / _OWNER).write_text(json.dumps([*_here(), os.getpid(), _begin(os.getpid())]))
-        yield Path(name)
+    with ExitStack() as stack:
+        with storage_errors(UNWRITTEN):
+            made = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
+            path = Path(stack.enter_context(made))
+            (path / _OWNER).write_text(json.dumps([*_here(), os.getpid(), _begin(os.getpid())]))
+        yield path
 
 
 def clear(home: Path) -> None:

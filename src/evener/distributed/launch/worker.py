@@ -27,6 +27,7 @@ from evener.core.stdio import guard, shorten_own_warnings
 from evener.distributed.environment import detect
 from evener.distributed.failure import is_communication_error, record_failure
 from evener.distributed.file_descriptors import reserve
+from evener.distributed.launch.scratch_dir import UNWRITTEN
 from evener.distributed.session import agent_watchdog
 from evener.distributed.signals import GRACE_SECONDS, die_with, enforce, interruption, raising, stop_signals
 from evener.distributed.watchdog.store_health import LAUNCHER_PID
@@ -49,8 +50,6 @@ is imported, the working directory comes last: a user's ``random.py`` or ``types
 Python's own, as it does not in the launcher. Ctrl-C during the imports ends it without a traceback, and so does the end
 of a launcher that was stopped while it started ranks. Nothing is collected before the rank has its job: see
 :mod:`evener.core.collector`."""
-
-UNWRITTEN = "the launcher's directory among the temporary files, which TMPDIR names, cannot be written"
 
 
 class Job(ABC):
