@@ -7,7 +7,12 @@ import pytest
 
 from evener.core.attempts import ATTEMPTS
 from evener.distributed.failure import Failure
-from evener.distributed.launch.fault_note import note_directory, note_fault, write_directory_note
+from evener.distributed.launch.fault_note import (
+    note_directory,
+    note_fault,
+    noted_directory,
+    write_directory_note,
+)
 from evener.distributed.session import RUN_DIR
 
 
@@ -20,10 +25,12 @@ def test_a_fault_is_noted_in_the_runs_own_directory_alone(
         (each / ATTEMPTS).touch()
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
     note_directory(place)
+    assert noted_directory() == place
     note_fault(tmp_path, Failure(1, "killed", "was killed"))
     assert '"death"' in (place / ATTEMPTS).read_text()
     place.rename(tmp_path / "moved")
     other.rename(place)
+    assert noted_directory() is None
     note_fault(tmp_path, Failure(1, "killed", "was killed"))
     assert not (place / ATTEMPTS).read_text()
 

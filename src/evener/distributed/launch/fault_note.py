@@ -17,19 +17,24 @@ from evener.errors import EvenerError
 DIRECTORY_NOTE = "run-directory"
 """Name of the file in the private directory."""
 _DIED = ("killed", "exit")
-_noted: Path | None = None
-"""The run directory of a run of this process or of ranks that it has launched, if it is known."""
+_noted: tuple[Path, int] | None = None
+"""The run directory of a run of this process or of ranks that it has launched, if it is known, and its inode."""
 
 
 def noted_directory() -> Path | None:
-    """Returns the directory of the last run of this process, or of ranks that have failed; None if there is none."""
-    return _noted
+    """Returns the directory of the last run of this process, or of ranks that have failed; None if there is none, or
+    another one has taken its place."""
+    with suppress(OSError):
+        if _noted is not None and _noted[0].stat().st_ino == _noted[1]:
+            return _noted[0]
+    return None
 
 
 def note_directory(run_dir: Path) -> None:
     """Tells the launcher of this rank, if there is one, where the run directory is."""
     global _noted
-    _noted = run_dir
+    with suppress(OSError):
+        _noted = run_dir, run_dir.stat().st_ino
     private = os.environ.get(RUN_DIR)
     if private is not None:
         with suppress(OSError):
@@ -54,10 +59,10 @@ def note_fault(private: Path, failure: Failure, found: EvenerError | None = None
         return
     with suppress(OSError, ValueError):
         inode, _, place = os.fsdecode((private / DIRECTORY_NOTE).read_bytes()).partition(" ")
-        run_dir = Path(place)
-        if run_dir.stat().st_ino != int(inode):
+        _noted = Path(place), int(inode)
+        run_dir = noted_directory()
+        if run_dir is None:
             return
-        _noted = run_dir
         record = fault_record(found or failure.to_error())
         died = found is None and failure.kind in _DIED
         append_attempt(run_dir, FaultRecord("death", failure.rank, record.words) if died else record)
