@@ -201,6 +201,19 @@ def test_modules_in_the_working_directory_do_not_take_the_place_of_pythons_own(t
     )  # so it came to its main, as a rank that nobody launched
 
 
+def test_a_rank_that_starts_leaves_no_file_open(tmp_path: Path) -> None:
+    """Which ``-W error`` and ``-X dev`` show as a traceback."""
+    home = tmp_path / "evener" / "distributed" / "launch"
+    home.mkdir(parents=True)
+    for package in (home, home.parent, home.parent.parent):
+        (package / "__init__.py").touch()
+    (home / "worker.py").write_text("main = print")
+    (tmp_path / "path.json").write_text(json.dumps([str(tmp_path), *sys.path]))
+    words = [sys.executable, "-W", "error", "-c", BOOTSTRAP, str(tmp_path)]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr) == (f"{tmp_path}\n", "")
+
+
 def test_a_full_temporary_directory_is_not_taken_for_what_cannot_be_pickled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ BOOTSTRAP = (
     "import gc, json, os, signal; gc.disable(); os.path.isdir(sys.argv[1]) or sys.exit(1); "
     "plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler; "
     "plain and signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    "path = json.load(open(sys.argv[1] + '/path.json')); here = '', os.getcwd(); "
+    "file = open(sys.argv[1] + '/path.json'); path = json.load(file); file.close(); here = '', os.getcwd(); "
     "sys.path[:] = sorted(path, key=here.__contains__); "
     "from evener.distributed.launch.worker import main; sys.path[:] = path; "
     "plain and signal.signal(signal.SIGINT, signal.default_int_handler); main(sys.argv[1])"
