@@ -120,6 +120,17 @@ def test_the_line_of_an_epoch_tells_of_its_steps_before_the_run_resumed_too() ->
     assert "epoch 1: train loss 1.2500, lr 0.1;" in resumed._stream.getvalue()
 
 
+@pytest.mark.parametrize(
+    "state", [{}, {"loss": None, "lr": 1}, {"loss": [1, 2, 3], "lr": 1}, {"loss": ["a", []], "lr": 1}]
+)
+def test_a_state_that_is_none_of_a_terminal_does_not_end_a_run(state: dict[str, Any]) -> None:
+    shown = following(4, io.StringIO(), done=3)
+    shown.load_state_dict(state)
+    shown.step(step(3, loss=2.0))
+    shown.evaluation(EvaluationRecord(4, 0, {"loss": 0.5}, samples=9, seconds=0.1))
+    assert "epoch 1: train loss 2.0000, lr 0.1;" in shown._stream.getvalue()
+
+
 def test_an_epoch_whose_steps_were_all_taken_before_has_their_learning_rate() -> None:
     before = following(4, io.StringIO())
     before.step(step(3))

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -153,7 +154,11 @@ class Terminal(Observer):
         return {"loss": [self._losses.total, self._losses.weight], "lr": self._lr}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._losses, self._lr = _Mean(*state["loss"]), state["lr"]
+        with suppress(
+            KeyError, TypeError, ValueError, OverflowError
+        ):  # a line of text, for which no run ends
+            total, weight, self._lr = map(float, (*state["loss"], state["lr"]))
+            self._losses = _Mean(total, weight)
 
     def end(self, summary: RunSummary | None) -> None:
         self._hear_of_waits(None)
