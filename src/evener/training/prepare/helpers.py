@@ -100,6 +100,7 @@ def gather(tree: T) -> T:
     """
     place = current("evener.gather")
     current_batch = place.current_batch("evener.gather was called", tree)
+    place.gathered += 1
     expected = len(current_batch.micro.samples)
     if current_batch.micro.sequence is not None:
         tree = place.learner.cut.whole(map_leaves(detached, tree), current_batch.micro)

@@ -46,7 +46,6 @@ from evener.training.prepare.terms_of_means import TermsOfMeans
 from evener.training.step.exchange import Exchange
 
 _WIDTH = 8
-
 OUTSIDE = (
     "{what} outside of a prepared loader's batch, so that nobody knows how many samples the other ranks have: iterate "
     "the loader that evener.prepare returned, or divide a batch that the loop makes itself by evener.batch"
@@ -56,10 +55,6 @@ OUTSIDE = (
 def held_by(learner: Learner, number: int) -> list[nn.Module]:
     """Returns the learner's models as they are now."""
     return [learner.model] if number == 1 else list(learner.model.children())
-
-
-def _are_same(now: Sequence[object], before: Sequence[object]) -> bool:
-    return [*map(id, now)] == [*map(id, before)]
 
 
 class LoopState:
@@ -87,6 +82,8 @@ class LoopState:
         self.steps, self.printed = 0, PrintedTexts()
         self.replicas, self.terms = LoopReplicas(), TermsOfMeans(self.exchange)
         self.is_over, self.function = False, ""  # the name of the loss that is computing, if one is
+        # The calls of evener.gather, and whether a rank had no samples of a batch.
+        self.gathered, self.had_placeholders = 0, False
         self.is_in_pass = False
         """True while ``backward()`` is running."""
         self.strangers = 0
@@ -96,10 +93,10 @@ class LoopState:
         self.batches: Any = None
         """The batches that the loop makes itself, or None."""
         self._current: list[CurrentBatch] = []
+        self._measured: CurrentBatch | None = None
         self._first_calls = FirstCalls(lambda: self.learner, self._current, random.kept)
         self._outputs = Outputs(lambda: bool(self._current))
         self._watch_models()
-        self._measured: CurrentBatch | None = None
 
     @property
     def learner(self) -> Learner:
@@ -195,6 +192,7 @@ class LoopState:
         batch.scope = self.learner.micro_scope(batch.micro, self.steps)
         batch.versions = self.learner.loose_buffers.versions()
         self._current.append(batch)
+        self.had_placeholders |= 0 in batch.shares
         if self._measured is None:
             self._measured = batch
             self.work_timer.step(self.steps).__enter__()
@@ -266,7 +264,7 @@ class LoopState:
             ConfigurationError: If only some ranks have any, or they come in mid-batch with weights that differ.
         """
         self.division.end_failed_step()
-        if all(_are_same(self._parts_of(module), held) for module, held in self._held):
+        if all([*map(id, self._parts_of(module))] == [*map(id, held)] for module, held in self._held):
             return
         self.division.check_may_change(self.make.strategy)
         rows = self.exchange("layers that were put in or taken out", float(self._weights_now()))

@@ -37,6 +37,7 @@ from evener.training.prepare.dataloader import PreparedLoader
 from evener.training.prepare.learner_of_loop import LearnerOfLoop
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.loss import OverAll
+from evener.training.prepare.metric_states import SharedMetrics
 from evener.training.prepare.optimizer_step import WatchedOptimizers
 from evener.training.prepare.rng import CommonRandom
 
@@ -327,6 +328,7 @@ def _begin(models: list[nn.Module], objects: Sequence[Any], given: RunConfig) ->
         opened.callback(place.close)
         opened.callback(Passes(place).close)
         opened.callback(WatchedOptimizers(place).close)
+        opened.callback(SharedMetrics(place).close)
         _CurrentPreparation.opened, _CurrentPreparation.place = opened.pop_all(), place
         _CurrentPreparation.config, _CurrentPreparation.given = config, given
     return place
