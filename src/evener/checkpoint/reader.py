@@ -27,7 +27,7 @@ from evener.components.state_dict import HeldState
 from evener.core.text import said, shortened
 from evener.distributed.control_channel import Channel, LocalChannel
 from evener.errors import ConfigurationError, DataError
-from evener.files import open_regular
+from evener.files import check_archive, open_regular
 
 _LONGEST_REASON = 300
 
@@ -200,6 +200,7 @@ def _candidates(path: Path, control: Channel, rank: int, tell: Callable[[str], o
 def _read(place: Path) -> StoredCheckpoint:
     with _explained(place):
         with open_regular(place / folder.REST) as file:
+            check_archive(file)
             rest = torch.load(file, map_location="cpu", weights_only=True)
         index = index_in(place)
     if not isinstance(rest, dict) or not isinstance(rest.get("format"), int):

@@ -34,7 +34,7 @@ from evener.core.elsewhere import url_of
 from evener.core.os_errors import storage_errors
 from evener.core.text import few, from_here, said
 from evener.errors import ConfigurationError, DataError
-from evener.files import replacing
+from evener.files import check_archive, replacing
 from evener.nn.fqn import clean_name
 
 if TYPE_CHECKING:
@@ -249,6 +249,8 @@ def _safetensors(path: Path) -> Mapping[str, Tensor]:
 
 def _state_dict(path: Path) -> Mapping[str, Tensor]:
     try:
+        with path.open("rb") as file:
+            check_archive(file)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise

@@ -17,7 +17,7 @@ from evener.core.os_errors import os_error_behind, os_error_message
 from evener.core.plain_values import as_plain, unreadable
 from evener.core.text import few, printable, said
 from evener.errors import CheckpointError, ConfigurationError, DataError
-from evener.files import open_regular, replacing
+from evener.files import check_archive, open_regular, replacing
 from evener.training.prepare.batch import batches_of
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.prepare import current
@@ -153,6 +153,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     """Returns the content of the file, and an error message or "". PyTorch itself does not compare checksums."""
     try:
         with open_regular(path) as file:
+            check_archive(file)
             if zipfile.is_zipfile(file) and (torn := zipfile.ZipFile(file).testzip()):
                 return {}, f"{path} is damaged: its part {printable(torn)} is not what was written"
             file.seek(0)
