@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from evener.core.losses import Sum
+from evener.core.losses.metrics import named_values
 from evener.errors import ConfigurationError
 from evener.training import evaluation
 from evener.training.engine import Engine
-from evener.training.evaluation import _named_values, examine
+from evener.training.evaluation import examine
 from tests import tasks
 from tests.tiers import ALWAYS, NIGHTLY, spread
 
@@ -168,9 +169,9 @@ def evaluated(**settings: Any) -> dict[str, float]:
 
 
 def test_two_metrics_with_numbers_of_one_name_are_refused() -> None:
-    assert _named_values({"f1": {"macro": 0.5}, "f": 1}) == {"f1.macro": 0.5, "f": 1.0}
+    assert named_values({"f1": {"macro": 0.5}, "f": 1}) == {"f1.macro": 0.5, "f": 1.0}
     with pytest.raises(ConfigurationError, match=r"two metrics .* a number with the name 'f1.macro'"):
-        _named_values({"f1": {"macro": 0.5}, "f1.macro": 0.7})
+        named_values({"f1": {"macro": 0.5}, "f1.macro": 0.7})
 
 
 def test_torchmetrics_do_not_depend_on_the_division(ranks: Any) -> None:

@@ -22,6 +22,7 @@ from evener.components.loss_trial import try_metrics
 from evener.components.model_trial import forward_state_kept
 from evener.components.modes import modes_kept
 from evener.core.losses import Accumulator, metric
+from evener.core.losses.metrics import named_values
 from evener.core.plugins import kind_of
 from evener.core.records import EvaluationRecord
 from evener.core.task.validation import as_dataset, check_dataset
@@ -133,7 +134,7 @@ def examine(
         accumulator.merge([states[index] for _, states, _ in all_parts])
     values = {name: accumulator.compute() for name, accumulator in accumulators.items()}
     ordered = None if keep is None else _in_order(learner, pieces, everywhere)
-    return EvaluationResult(_named_values(values), sum(count for count, *_ in all_parts), ordered)
+    return EvaluationResult(named_values(values), sum(count for count, *_ in all_parts), ordered)
 
 
 def try_evaluation(
@@ -315,24 +316,6 @@ def _accumulators(learner: Learner) -> dict[str, Accumulator]:
             "count)"
         )
     return found
-
-
-def _named_values(values: Mapping[str, Any]) -> dict[str, float]:
-    """Returns one number for each name. A metric with several values gets one name for each of them."""
-    flat: dict[str, float] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            found = _named_values({f"{name}.{key}": entry for key, entry in value.items()})
-        elif isinstance(value, Sequence):
-            found = _named_values({f"{name}.{key}": entry for key, entry in enumerate(value)})
-        else:
-            found = {name: float(value)}
-        for twice in flat.keys() & found:
-            raise ConfigurationError(
-                f"two metrics of the task give a number with the name {twice!r}: give one of them another name"
-            )
-        flat |= found
-    return flat
 
 
 def _to_cpu(leaf: Any) -> Any:

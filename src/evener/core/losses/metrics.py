@@ -13,7 +13,7 @@ import functools
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -271,3 +271,25 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def named_values(values: Mapping[str, Any]) -> dict[str, float]:
+    """Returns one number for each name. A metric with several values gets one name for each of them.
+
+    Raises:
+        ConfigurationError: If two get the same name.
+    """
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found = named_values({f"{name}.{key}": entry for key, entry in value.items()})
+        elif isinstance(value, Sequence):
+            found = named_values({f"{name}.{key}": entry for key, entry in enumerate(value)})
+        else:
+            found = {name: float(value)}
+        for twice in flat.keys() & found:
+            raise ConfigurationError(
+                f"two metrics of the task give a number with the name {twice!r}: give one of them another name"
+            )
+        flat |= found
+    return flat

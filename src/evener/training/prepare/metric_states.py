@@ -16,8 +16,8 @@ from evener.torch_internals.torchmetrics_states import states, updates
 from evener.training.prepare.loop_state import LoopState
 
 _WHOLE = (
-    "the metric {name} has the same state on all ranks, so it has all samples, and the states of the ranks are not added "
-    "up. Make it with sync_on_compute=False, which says so"
+    "the metric {name} has the same state on all ranks, so it has all samples, and the ranks' states are not added up. "
+    "Make it with sync_on_compute=False, which says so"
 )
 _PLACEHOLDER = (
     "the metric {name} was updated on each rank with its own samples, and a rank had none of a batch: it computed a "
