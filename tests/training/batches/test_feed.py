@@ -155,3 +155,4 @@ def test_a_run_goes_on_with_rounds_of_another_length(tmp_path: Path) -> None:
     assert further_steps(tmp_path / "run", 8, strategy="single") == (8, 94)
     assert further_steps(tmp_path / "run", 12, **local, strategy_option=("sync_every=2",)) == (2, 141)
     assert further_steps(tmp_path / "run", 18, **local, strategy_option=("sync_every=3",)) == (3, 227)
+    assert further_steps(tmp_path / "run", 22, strategy="single") == (3, 261)

@@ -96,12 +96,15 @@ class BatchFeed:
     def last_step(self) -> int | None:
         """Number of steps after which the run ends, if the settings say so. In local steps, the number of rounds."""
         rounds, steps, size = self._learner.rounds, self._config.steps, self._reading.size
-        if rounds is None or steps is None:
-            return steps
-        if size is None:
-            return rounds.count(steps)
-        number, of_epoch = 0, math.ceil(size / self._batch_size)
-        if (start := self._start) is not None:
+        if steps is None or size is None:
+            return steps if rounds is None or steps is None else rounds.count(steps)
+        number, of_epoch, start = 0, math.ceil(size / self._batch_size), self._start
+        if rounds is None:  # steps before may have been rounds or sections of several batches
+            if start is None or self._reading.parts is not None:
+                return steps
+            done = start.epoch * of_epoch + math.ceil(start.position / self._batch_size)
+            return steps - max(0, done - start.steps)
+        if start is not None:
             steps -= start.epoch * of_epoch
             left = min(steps * self._batch_size, size) - start.position
             number, steps = start.steps + max(0, math.ceil(left / rounds.size)), max(0, steps - of_epoch)
