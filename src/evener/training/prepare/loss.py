@@ -290,12 +290,12 @@ def global_mean(place: LoopState, value: Tensor, count: float | Tensor | None, k
     if value.dim():
         return joined(place, total_of(value), count)
     value = value.to(torch.promote_types(value.dtype, torch.float32))  # the sum may overflow float16
-    number: float | Tensor
     if isinstance(count, Tensor) and place.later.is_late(count):
-        value, number = silent_if_zero(value), count.to(value.dtype)
+        total = silent_if_zero(value) * count.to(value.dtype)
     else:
-        number = float(count)
+        count = float(count)
+        total = value * count
     try:
-        return joined(place, value * number, number, code=kind)
+        return joined(place, total, count, code=kind)
     except Parted:
         raise LossError(_OF_TWO_KINDS) from None
