@@ -214,13 +214,14 @@ def with_gaps(is_prepared: bool) -> Weights:
 
 
 def made_later(is_prepared: bool) -> Weights:
-    """Optimizer and scheduler that are never given to prepare."""
+    """Optimizer and scheduler that are never given to prepare. The optimizer has its state from the beginning, and
+    writes to all gradients at once."""
     torch.manual_seed(4)
     loop = Loop(is_prepared, adamw, model())
-    loop.optimizer = torch.optim.Adam(loop.model.parameters(), lr=0.01)
+    loop.optimizer = torch.optim.Adagrad(loop.model.parameters(), lr=0.05, foreach=True)
     scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 2, 0.5)
     for x, y in loop.loader:
-        loop.optimizer.zero_grad()
+        loop.optimizer.zero_grad(set_to_none=False)
         loop.backward(x, y)
         loop.optimizer.step()
         scheduler.step()

@@ -177,7 +177,7 @@ def _on_host(value: Any) -> Any:
 
 def _cut(value: Tensor, part: Part | None) -> Tensor:
     """Returns this rank's part of ``value`` if that is a whole of such parts."""
-    if part is None or tuple(value.shape) != part.spec.whole_shape(part.shape):
+    if part is None or is_divided(value) or tuple(value.shape) != part.spec.whole_shape(part.shape):
         return value
     return as_held(part.spec.part(value.detach()), part.like)
 

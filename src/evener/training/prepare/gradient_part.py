@@ -156,6 +156,8 @@ class GradientPart(Tensor):
             return func(*plain_args, **plain_kwargs)
         if name in ("__get__", "__set__", "__delete__") or _in_place(name) in _ELEMENTWISE:
             made = func(*plain_args, **plain_kwargs)
+            if name.startswith("_foreach_"):
+                return args[0]  # written to in place, each of its own shape
             return map_leaves(lambda leaf: _alike(leaf, part, args), made)
         if name == _SCALED:
             func(*plain_args, **plain_kwargs)
