@@ -279,6 +279,28 @@ def test_shares_follow_the_speed_and_weights_do_not(ranks: Any) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
 
 
+def leaving(is_prepared: bool) -> Weights:
+    """Looks at first batches alone, and leaves passes early."""
+    loop = Loop(is_prepared)
+    for _ in range(6):
+        next(iter(loop.loader))
+    for step in range(6):
+        for at, (x, y) in enumerate(loop.loader):
+            loop.optimizer.zero_grad()
+            loop.backward(x, y)
+            loop.optimizer.step()
+            if at == step % 2:
+                break
+    return loop.weights()
+
+
+def test_passes_may_be_left_where_shares_follow_the_speed(ranks: Any) -> None:
+    expected = leaving(False)
+    for found in ranks(2).run(prepared, leaving, balance="auto"):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
+
+
 def alike(_: bool) -> int:
     """A loop whose batches all give the same gradient. Returns how many of 200 weights it has moved."""
     inputs = torch.linspace(1, 2, 100, dtype=torch.float64).repeat(200, 1)

@@ -120,8 +120,12 @@ class Fsdp(Strategy):
             with marks_kept(model):
                 model.to(settings.weight_type)
         check_types(model)
-        for parameter in model.parameters():  # FSDP2 takes no channels_last and no transposed weights
-            parameter.data = parameter.data.contiguous()
+        if not all(p.is_contiguous() for p in model.parameters()):  # FSDP2 takes no channels_last
+            with marks_kept(model):
+                model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        for parameter in model.parameters():
+            if not parameter.is_contiguous():  # nor transposed weights
+                parameter.data = parameter.data.contiguous()
         before = {n: (shard_spec(p), {**vars(p)}) for n, p in model.named_parameters(remove_duplicate=False)}
         self._shard(model, device_mesh(group, mesh.device_type))
         for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -191,7 +191,7 @@ class PreparedLoader:
             if rows is not None:
                 drawn = {"sampler": self._shares, "batch_size": None}
             self._reader: DataLoader[Any] = DataLoader(generator=self._generator, **drawn, **kept)
-        self._handed_out = self._passes = 0
+        self._handed_out = self._passes = self._finished = 0
         self._current_batch: CurrentBatch | None = None
         self._untimed: CurrentBatch | None = None
         self._began = self._ordered = place.random.held()
@@ -247,6 +247,7 @@ class PreparedLoader:
             place.leave(self._current_batch)  # of a pass that was abandoned, or ended by an error
         self._passes += 1
         shares.drawn.clear()
+        shares.step = self._finished  # nobody told the balancer of batches that were drawn and left
         self._handed_out, random = shares.skip, place.random
         random.follow()
         resumed, self._resumed, self._loaded = self._resumed, None, None
@@ -280,11 +281,10 @@ class PreparedLoader:
             found = place.cut(found, current_batch)
             with place.at(current_batch):
                 yield marked(self._on_device(found), current_batch)
-            timed, self._untimed = (
-                (self._untimed if place.session.runs_behind else current_batch),
-                current_batch,
-            )
+            timed = self._untimed if place.session.runs_behind else current_batch
+            self._untimed = current_batch
             seconds = place.finish(current_batch, timed)
+            self._finished = current_batch.step + 1
             if timed is not None:
                 shares.observe(timed, seconds)
         place.mean.settle()
@@ -360,7 +360,7 @@ class PreparedLoader:
         """Makes the next pass begin at the position in ``state``. Batches of the epoch before it are not read."""
         self._loaded = dict(state)
         self._shares.epoch, self._shares.skip = state["epoch"], state["batches"]
-        self._shares.step = state["step"]
+        self._shares.step = self._finished = state["step"]
         self.balancer.load_state_dict(state["balancer"])
         self._resumed = (state["began"], state["ordered"]) if state["batches"] else None
         self._counted_in = dict(state.get("counted_in", {})) if state["batches"] else {}
