@@ -119,20 +119,20 @@ def replay(
         strategy_option=(),
         processes=1,
         epochs=None,
-        steps=strategy.sync_every * len(sections),
+        steps=strategy.sync_every * len(sections),  # at least: epochs end sections
         balance="equal",
         check_replicas=0,
     )
     built = resolve(chosen, BUILT_IN, arguments if options is None else options)
     expected = read_weights(run)
-    found = _repeated(built, config, ranks)
+    found = _repeated(built, config, ranks, len(sections))
     _check_names(run, found, expected)
     error, worst = _farthest(found, expected)
     is_identical = all(torch.equal(value, expected[name]) for name, value in found.items())
     floor = 0.0
     if not is_identical:
         eps = max(torch.finfo(value.dtype).eps for value in found.values() if value.is_floating_point())
-        others = [_repeated(built, config, ranks, seed) for seed in (1, 2)]
+        others = [_repeated(built, config, ranks, len(sections), seed) for seed in (1, 2)]
         floor = max(eps, *(_farthest(other, found)[0] for other in others))
     merges = [merges for merges, _ in sections]
     return ReplayedRun(
@@ -201,9 +201,9 @@ def _sections_of(path: Path) -> tuple[list[tuple[Merges, int]], int]:
 
 
 def _repeated(
-    built: Callable[[], Task], config: RunConfig, ranks: int, seed: int | None = None
+    built: Callable[[], Task], config: RunConfig, ranks: int, sections: int, seed: int | None = None
 ) -> dict[str, Tensor]:
-    """Returns the weights and buffers after all sections, repeated on this process.
+    """Returns the weights and buffers after so many sections, repeated on this process.
 
     Args:
         seed: A seed to disturb the first weights. None leaves them.
@@ -217,7 +217,7 @@ def _repeated(
         try:
             if seed is not None:
                 disturb(engine.model, torch.Generator().manual_seed(seed))
-            for batch in engine.batches():
+            for _, batch in zip(range(sections), engine.batches(), strict=False):
                 engine.step(batch)
             return {
                 clean_name(name): value.detach().cpu().clone()
