@@ -15,7 +15,6 @@ import json
 import math
 import os
 import stat
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -138,21 +137,6 @@ def read_json(path: Path, most: int = LONGEST, *, follow: bool = True) -> Any:
         ValueError: If the file is not valid JSON, or is nested too deeply.
     """
     return parsed(read_text(path, most, follow=follow))
-
-
-def check_archive(file: BinaryIO) -> None:
-    """Checks that the parts of a zip archive, as torch.save writes it, are not longer than the file, and goes back to
-    its beginning. Parts that are compressed, or lie in one another, could fill the memory when they are read.
-
-    Raises:
-        ValueError: If they are longer.
-        zipfile.BadZipFile: If the archive is damaged.
-    """
-    if zipfile.is_zipfile(file):
-        found = sum(part.file_size for part in zipfile.ZipFile(file).infolist())
-        if found > file.seek(0, os.SEEK_END):
-            raise ValueError(f"its parts have {found} bytes, more than the file; torch.save compresses none")
-    file.seek(0)
 
 
 def parsed(text: str) -> Any:

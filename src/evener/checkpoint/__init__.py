@@ -28,6 +28,7 @@ Everything else is in one small file::
 :mod:`.tensor_index`  names, types, shapes and places of the tensors
 :mod:`.rng_state`     the states of random generators as a tensor
 :mod:`.digest`        digest of weights
+:mod:`.archive`       looks at archives before they are read
 :mod:`.outputs`       keeps what other commands write out of all this
 ====================  ===========================================================
 

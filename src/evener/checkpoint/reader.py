@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from evener.checkpoint import checksums as sums
 from evener.checkpoint import layout as folder
 from evener.checkpoint import structure as form
+from evener.checkpoint.archive import check_archive
 from evener.checkpoint.dcp_planner import PieceLoader, ShardPiece, quiet
 from evener.checkpoint.remote.fetch import fetched
 from evener.checkpoint.run_mark import UNMARKED, Identity, identity_in
@@ -27,7 +28,7 @@ from evener.components.state_dict import HeldState
 from evener.core.text import said, shortened
 from evener.distributed.control_channel import Channel, LocalChannel
 from evener.errors import ConfigurationError, DataError
-from evener.files import check_archive, open_regular
+from evener.files import open_regular
 
 _LONGEST_REASON = 300
 

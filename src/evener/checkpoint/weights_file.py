@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from evener import checkpoint
+from evener.checkpoint.archive import check_archive
 from evener.checkpoint.outputs import check_output
 from evener.components.model_init import settle_on
 from evener.core.config.run_config import RunConfig
@@ -34,7 +35,7 @@ from evener.core.elsewhere import url_of
 from evener.core.os_errors import storage_errors
 from evener.core.text import few, from_here, said
 from evener.errors import ConfigurationError, DataError
-from evener.files import check_archive, replacing
+from evener.files import replacing
 from evener.nn.fqn import clean_name
 
 if TYPE_CHECKING:

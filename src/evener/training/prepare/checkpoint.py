@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from evener.checkpoint.archive import check_archive
 from evener.checkpoint.structure import is_count, is_named
 from evener.core.os_errors import os_error_behind, os_error_message
 from evener.core.plain_values import as_plain, unreadable
 from evener.core.text import few, printable, said
 from evener.errors import CheckpointError, ConfigurationError, DataError
-from evener.files import check_archive, open_regular, replacing
+from evener.files import open_regular, replacing
 from evener.training.prepare.batch import batches_of
 from evener.training.prepare.loop_state import LoopState
 from evener.training.prepare.prepare import current
