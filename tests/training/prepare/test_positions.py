@@ -68,7 +68,7 @@ def training(is_prepared: bool, length: int = 8, loss: Any = flat, by_hand: bool
     for x, y in loader:
         optimizer.zero_grad()
         if by_hand:
-            count = (y != -100).sum()
+            count = (y != -100).sum() if len(told) % 4 else None  # in every second step
             value = flat(model(x, scale=0.5), y)
             value = evener.global_mean(value, count) if is_prepared else value
         else:
