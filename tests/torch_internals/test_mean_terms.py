@@ -25,6 +25,7 @@ MEANS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "weighted": (lambda o: F.cross_entropy(o, TARGETS, weight=WEIGHT), 7),
     "pixels": (lambda o: F.cross_entropy(o.t()[None], TARGETS[None]), 3),
     "half of it": (lambda o: F.cross_entropy(o, TARGETS).double() / 2 + 1, 3),
+    "of two heads": (lambda o: F.cross_entropy(o, TARGETS) + 0.4 * F.cross_entropy(-o, TARGETS), 3),
     "by a mask": (lambda o: each(o)[MASK].mean(), 3),
     "selected": (lambda o: -(each(o).masked_select(MASK).mean()), 3),
 }
@@ -33,6 +34,7 @@ OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], list[float], list[float], in
     "of a number": (lambda o: 0.5 * (F.cross_entropy(o, TARGETS, reduction="sum") / 4), [], [4], 0),
     "of two": (lambda o: F.cross_entropy(o, TARGETS) + 0.1 * o.square().mean(), [3], [], 1),
     "of both": (lambda o: F.cross_entropy(o, TARGETS) - each(o).sum() / MASK.sum(), [3], [3], 0),
+    "of two numbers": (lambda o: F.cross_entropy(o, TARGETS) + each(o)[:2][MASK[:2]].mean(), [2, 3], [], 0),
     "of losses": (lambda o: torch.stack([o.sum(), each(o).sum()]).mean(), [], [], 1),
     "of rows": (lambda o: each(o)[torch.tensor([0, 1])].mean(), [], [], 1),
     "of a leaf": (lambda o: o[0, 0], [], [], 1),

@@ -44,8 +44,13 @@ class MeanTerms(NamedTuple):
 
     @property
     def number(self) -> Number | None:
-        """The number of terms, if the value is a multiple of a single mean."""
-        return self.means[0] if len(self.means) == 1 and not self.divisors and not self.others else None
+        """The number of terms, if the value is made of means over as many. Numbers on another device than the CPU are
+        taken for the same, because the host would wait for them."""
+        if self.divisors or self.others or not self.means:
+            return None
+        first, *others = self.means
+        known = all(not isinstance(each, Tensor) or each.is_cpu for each in self.means)
+        return None if known and any(float(each) != float(first) for each in others) else first
 
 
 def mean_terms(value: Tensor) -> MeanTerms:

@@ -40,6 +40,10 @@ def by_mask(outputs: Tensor, targets: Tensor) -> Tensor:
     return each[targets.flatten() != -100].mean() / 2
 
 
+def of_two_heads(outputs: Tensor, targets: Tensor) -> Tensor:
+    return of_words(outputs, targets) + 0.4 * of_words(outputs.sin(), targets)
+
+
 def by_quotient(outputs: Tensor, targets: Tensor) -> Tensor:
     each, mask = F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none"), targets != -100
     return (each * mask).sum() / mask.sum()
@@ -84,7 +88,9 @@ def trained(is_prepared: bool, loss: Loss, evaluates: bool = False) -> tuple[lis
     )
 
 
-@pytest.mark.parametrize("loss", [of_words, by_mask, of_samples], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "loss", [of_words, by_mask, of_two_heads, of_samples], ids=lambda each: each.__name__
+)
 @pytest.mark.parametrize("balance", ["equal", "5,1", "1,0"])
 def test_a_mean_is_weighed_by_its_terms(ranks: Any, loss: Loss, balance: str) -> None:
     values, weights, _ = trained(False, loss)

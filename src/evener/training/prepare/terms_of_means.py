@@ -67,12 +67,13 @@ class TermsOfMeans:
         rows = [row for row in rows if row[1]]
         if any(row[2:5] != rows[0][2:5] for row in rows):
             return
+        is_one = found.number is not None and all(len({*row[5 : 5 + kinds[0]]}) == 1 for row in rows)
         for at in range(len(numbers)):
             of_ranks = [row[5 + at] for row in rows]
             is_mean = at < kinds[0]
             if not _weighs_like(of_ranks, [row[1] for row in rows]) and (is_mean or len(set(of_ranks)) > 1):
                 self._differs = True
-                if found.number is None:
+                if not is_one:
                     raise LossError(_refusal(is_mean, of_ranks, [int(row[1]) for row in rows]))
 
 
