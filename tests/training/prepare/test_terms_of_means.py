@@ -44,9 +44,19 @@ def of_two_heads(outputs: Tensor, targets: Tensor) -> Tensor:
     return of_words(outputs, targets) + 0.4 * of_words(outputs.sin(), targets)
 
 
+def of_many_heads(outputs: Tensor, targets: Tensor) -> Tensor:
+    return sum((of_words(outputs * factor, targets) for factor in range(1, 7)), start=outputs.new_zeros(()))
+
+
 def by_quotient(outputs: Tensor, targets: Tensor) -> Tensor:
     each, mask = F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none"), targets != -100
     return (each * mask).sum() / mask.sum()
+
+
+def of_many_quotients(outputs: Tensor, targets: Tensor) -> Tensor:
+    return sum(
+        (by_quotient(outputs * factor, targets) for factor in range(1, 7)), start=outputs.new_zeros(())
+    )
 
 
 def of_both(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -89,7 +99,7 @@ def trained(is_prepared: bool, loss: Loss, evaluates: bool = False) -> tuple[lis
 
 
 @pytest.mark.parametrize(
-    "loss", [of_words, by_mask, of_two_heads, of_samples], ids=lambda each: each.__name__
+    "loss", [of_words, by_mask, of_two_heads, of_many_heads, of_samples], ids=lambda each: each.__name__
 )
 @pytest.mark.parametrize("balance", ["equal", "5,1", "1,0"])
 def test_a_mean_is_weighed_by_its_terms(ranks: Any, loss: Loss, balance: str) -> None:
@@ -105,7 +115,7 @@ def refusal(loss: Loss) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("loss", [by_quotient, of_both], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("loss", [by_quotient, of_many_quotients, of_both], ids=lambda each: each.__name__)
 def test_a_mean_whose_terms_are_not_certain_is_refused_on_all_ranks(ranks: Any, loss: Loss) -> None:
     for told in ranks(2).run(refusal, loss):
         assert "evener.global_mean(value, count)" in told

@@ -19,8 +19,8 @@ from evener.torch_internals.mean_terms import MeanTerms, Number, mean_terms
 from evener.training.prepare.current_batch import CurrentBatch
 from evener.training.prepare.rank_checks import Exchange, check_marks
 
-_MOST = 4
-"""Number of means and divisors that are compared."""
+_MOST = 3
+"""Number of means and divisors that are compared. An exchange takes eight numbers, and five are sent besides."""
 _CLOSE = 1e-6
 _WAY_OUT = (
     "Say how many: evener.global_mean(value, count), with this rank's number; of a sum of several means, each one with "
